@@ -1,0 +1,140 @@
+"""The contract: what an algorithm is, and nothing about how it is run.
+
+Everything an algorithm touches is a flat vector in R^d. Its state, its messages and its uploads are NamedTuples of
+vectors, so that a field's name (`x`, `c`, `dy`, `dc`, `c_i`) is its name in the paper, in the client store and on the
+wire. Its functions use arithmetic operators only (zeros are `0 * x`), so that one file runs on JAX, NumPy and PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec
+
+import numpy as np
+from jax.core import Tracer
+
+from covary.errors import CovaryError, refused
+
+Gradient = Callable[[Any], Any]
+"""y -> a gradient at y: of one minibatch (`grad`) or over all the client's data (`full_grad`)."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One trip down to the sampled clients and back up: `broadcast` and the `up` of `finish` are all that is sent.
+
+    `down` has a field `x` and `local` a field `y` where the client moves a local model. Without a `step` the clients
+    take no local steps on this trip. `aggregate` sees only the mean of the uploads, which is what makes every
+    algorithm ready for secure aggregation.
+    """
+
+    broadcast: Callable[[Any], Any]  # (server) -> down
+    start: Callable[[Any, Any, Gradient], Any]  # (down, client, full_grad) -> local
+    finish: Callable[
+        [Any, Any, Any, Gradient, Any], tuple[Any, Any]
+    ]  # (local, down, client, full_grad, K) -> up, client
+    aggregate: Callable[[Any, Any, Any], Any]  # (server, mean_up, fraction) -> server; fraction of clients that replied
+    step: Callable[[Any, Any, Any, Gradient], Any] | None = None  # (local, down, client, grad) -> local
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A federated algorithm as a record of pure functions. Build one with a factory such as `covary.scaffold`."""
+
+    name: str
+    init_server: Callable[[Any], Any]  # (x) -> a NamedTuple whose first field is x
+    init_client: Callable[[Any], Any]  # (x) -> a NamedTuple, possibly without fields
+    exchanges: tuple[Exchange, ...]
+    # The same exchanges with less on the wire, for when every client takes the same number K of steps.
+    with_equal_steps: Callable[[int], tuple[Exchange, ...]] | None = None
+    warm_start: Exchange | None = None  # sets each client's control variate from its gradient at x^0
+    invariant: tuple[str, str] | None = None  # (server field, client field): the first is always the mean of the second
+    lockstep: bool = False  # needs every client in every round, all with the same K
+    # Filled in by `factory`: the numbers it was called with, and how to build it again with others.
+    numbers: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    recipe: tuple[Callable[..., Algorithm], tuple[tuple[str, Any], ...]] | None = None
+
+    def trips(self, steps: int | None) -> tuple[Exchange, ...]:
+        """The exchanges of one round, given the number of steps all clients take (None where they differ)."""
+        if steps is None or self.with_equal_steps is None:
+            return self.exchanges
+        return self.with_equal_steps(steps)
+
+    def __str__(self) -> str:
+        options = dict(self.recipe[1]) if self.recipe else {}
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in {**self.numbers, **options}.items())})"
+
+
+def positive(name: str, value: Any) -> None:
+    """Refuse anything but a finite number above zero (a traced value passes: its number is not known yet)."""
+    if _number(name, value) <= 0:
+        raise refused(name, "a number above 0", value, "Try 0.1, then tune it by factors of 3.")
+
+
+def non_negative(name: str, value: Any) -> None:
+    """Refuse anything but a finite number of zero or more."""
+    if _number(name, value) < 0:
+        raise refused(name, "a number of 0 or more", value, "Use 0 to switch the term off.")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tracer):
+        return 1.0
+    if hasattr(value, "update") or hasattr(value, "step") or callable(value):
+        raise CovaryError(
+            f"{name} must be a number, the step-size of plain SGD; got {type(value).__name__}. Local optimisers and "
+            "schedules are refused: a control variate is the mean of the local gradients only because every local "
+            "step is -eta_l times a gradient, so with momentum or Adam (x - y)/(K eta_l) would be wrong. "
+            f"Pass {name}=0.1, say, and tune it."
+        )
+    array = np.asarray(value) if not isinstance(value, bool | str) else np.asarray("not a number")
+    if array.ndim > 0:
+        raise refused(name, "one number", f"an array of shape {array.shape}", "Build one algorithm for each value.")
+    if array.dtype.kind not in "fiu" or not np.isfinite(array):
+        raise refused(name, "a finite number", repr(value), "Try 0.1, then tune it by factors of 3.")
+    return float(array)
+
+
+P = ParamSpec("P")
+
+
+def factory(**checks: Callable[[str, Any], None]) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
+    """Mark a function as an algorithm factory and name the check for each of its numbers.
+
+    Numbers are checked at the door and remembered, together with how to build the algorithm again: the engine passes
+    them to its compiled program as arguments, so that another step-size needs no new compilation.
+    """
+
+    def decorate(build: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
+        signature = inspect.signature(build)
+
+        @functools.wraps(build)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            for name, check in checks.items():
+                check(name, bound.arguments[name])
+            numbers = {k: _plain(v) for k, v in bound.arguments.items() if k in checks}
+            options = tuple((k, v) for k, v in bound.arguments.items() if k not in checks)
+            return replace(build(*args, **kwargs), numbers=numbers, recipe=(build, options))
+
+        return checked
+
+    return decorate
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, Tracer) else float(value)
+
+
+def rebuild(
+    recipe: Algorithm | tuple[Callable[..., Algorithm], tuple[tuple[str, Any], ...]], numbers: Mapping[str, Any]
+) -> Algorithm:
+    """The algorithm of a recipe with (possibly traced) numbers; a hand-made algorithm is its own recipe."""
+    if isinstance(recipe, Algorithm):
+        return recipe
+    build, options = recipe
+    return build(**numbers, **dict(options))

@@ -1,0 +1,78 @@
+"""The parts that most algorithms share: stateless clients, a server that holds `x`, an upload of `dy`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from covary.algorithm import Exchange
+
+
+class Server(NamedTuple):
+    x: Any
+
+
+class NoState(NamedTuple):
+    """A client that keeps nothing between rounds."""
+
+
+class Model(NamedTuple):
+    """What goes down: the server model."""
+
+    x: Any
+
+
+class Local(NamedTuple):
+    y: Any
+
+
+class Change(NamedTuple):
+    """What comes up: dy = y - x."""
+
+    dy: Any
+
+
+def stateless(x: Any) -> NoState:
+    return NoState()
+
+
+def send_x(server: Any) -> Model:
+    return Model(server.x)
+
+
+def send_all(server: Any) -> Any:
+    return server
+
+
+def start_at_x(down: Any, client: Any, full_grad: Any) -> Local:
+    return Local(down.x)
+
+
+def send_change(local: Any, down: Any, client: Any, full_grad: Any, K: Any) -> tuple[Change, Any]:
+    return Change(local.y - down.x), client
+
+
+def average_models(eta_g: Any):
+    """x <- x + eta_g mean(dy), the second line of FedAvg."""
+
+    def aggregate(server: Any, mean: Change, fraction: Any) -> Any:
+        return server._replace(x=server.x + eta_g * mean.dy)
+
+    return aggregate
+
+
+class Gradient(NamedTuple):
+    """An upload of the client's full gradient at the server model."""
+
+    g: Any
+
+
+def gradient_trip(field: str) -> Exchange:
+    """A trip without local steps after which the server's `field` holds the mean of the clients' gradients at x."""
+
+    def finish(local: NoState, down: Model, client: Any, full_grad: Any, K: Any) -> tuple[Gradient, Any]:
+        return Gradient(full_grad(down.x)), client
+
+    def aggregate(server: Any, mean: Gradient, fraction: Any) -> Any:
+        return server._replace(**{field: mean.g})
+
+    return Exchange(send_x, lambda down, client, full_grad: NoState(), finish, aggregate)

@@ -1,0 +1,77 @@
+"""The one local loop of the package, in its two forms: compiled (JAX) and plain (any framework).
+
+Both drive the same `Exchange` functions. Nothing else in covary loops over local steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from covary.algorithm import Exchange, Gradient
+
+
+def client_work(
+    exchange: Exchange,
+    down: Any,
+    client: Any,
+    full_grad: Gradient,
+    grad_of_step: Callable[[Any], Gradient],
+    K: Any,
+    max_steps: int,
+) -> tuple[Any, Any, Any]:
+    """What one client does in one exchange, as a traceable function.
+
+    `grad_of_step(k)` is the gradient bound to the minibatch of step k. K is the number of steps this client takes: the
+    int `max_steps`, or a traced number up to it where clients differ. Returns the upload, the client's new state and
+    its drift, the mean over k = 1..K of ‖y_{i,k} - x‖² (the paper's E_r, of this client).
+    """
+    local = exchange.start(down, client, full_grad)
+    step = exchange.step
+    if step is None:
+        drift = _distance(local, down)
+    else:
+
+        def body(carry: Any, k: Any) -> tuple[Any, None]:
+            local, drift = carry
+            moved = step(local, down, client, grad_of_step(k))
+            total = drift + _distance(moved, down)
+            if isinstance(K, int):
+                return (moved, total), None
+            return jax.tree.map(lambda new, old: jnp.where(k < K, new, old), (moved, total), carry), None
+
+        zero = jnp.zeros((), down.x.dtype)
+        (local, total), _ = jax.lax.scan(body, (local, zero), jnp.arange(max_steps))
+        drift = total / K
+    up, client = exchange.finish(local, down, client, full_grad, K)
+    return up, client, drift
+
+
+def client_loop(
+    exchange: Exchange, down: Any, client: Any, full_grad: Gradient, grads: Iterable[Gradient]
+) -> tuple[Any, Any]:
+    """The same work as a plain loop over the steps' gradient functions: for NumPy, PyTorch, or a debugger.
+
+    >>> import numpy as np, covary as cv
+    >>> algorithm, x = cv.scaffold(eta_l=0.5), np.array([4.0])
+    >>> server, client = algorithm.init_server(x), algorithm.init_client(x)
+    >>> (exchange,) = algorithm.exchanges
+    >>> up, client = client_loop(exchange, exchange.broadcast(server), client, lambda y: y, [lambda y: y] * 2)
+    >>> up.dy, client.c_i  # y: 4, 2, 1; the mean of the gradients 4 and 2 is 3
+    (array([-3.]), array([3.]))
+    """
+    local = exchange.start(down, client, full_grad)
+    K = 0
+    if exchange.step is not None:
+        for grad in grads:
+            local = exchange.step(local, down, client, grad)
+            K += 1
+    return exchange.finish(local, down, client, full_grad, K)
+
+
+def _distance(local: Any, down: Any) -> Any:
+    """‖y - x‖², or 0 where the trip moves no local model."""
+    return jnp.sum((local.y - down.x) ** 2) if hasattr(local, "y") else jnp.zeros((), down.x.dtype)
