@@ -1,0 +1,1 @@
+"""Data: federated stores, partitions and data sets."""

@@ -1,0 +1,113 @@
+"""Clients of unequal size in one flat store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from covary.errors import CovaryError, refused
+
+
+class FederatedData:
+    """The examples of all clients, one after the other, and how many each client has.
+
+    Args:
+        examples: arrays with one row an example, in any nesting (a tuple `(x, y)`, a dict, ...). A batch of them, with
+            the same nesting, is what a model's `loss` receives.
+        sizes: the number of examples of each client; client 0 owns the first `sizes[0]` rows, and so on.
+
+    >>> import numpy as np, covary as cv
+    >>> data = cv.FederatedData((np.eye(5), np.arange(5)), sizes=[2, 3])
+    >>> data
+    FederatedData(2 clients, 5 examples, 2 to 3 each)
+    >>> data.client(1)[1]
+    array([2, 3, 4])
+    """
+
+    def __init__(self, examples: Any, sizes: Sequence[int] | np.ndarray):
+        self.examples = jax.tree.map(np.asarray, examples)
+        self.sizes = np.asarray(sizes)
+        leaves = jax.tree_util.tree_leaves_with_path(self.examples)
+        if not leaves or any(a.ndim == 0 for _, a in leaves):
+            raise refused("examples", "arrays with one row an example", _shapes(leaves), "Pass (x, y), say.")
+        if len({len(a) for _, a in leaves}) > 1:
+            raise refused("examples", "arrays of one length", _shapes(leaves), "Each row is one example.")
+        if self.sizes.ndim != 1 or self.sizes.size == 0 or self.sizes.dtype.kind not in "iu":
+            raise refused("sizes", "a list of whole numbers, one a client", sizes, "Count each client's examples.")
+        empty = np.flatnonzero(self.sizes < 1)
+        if empty.size:
+            raise CovaryError(
+                f"Client {empty[0]} has no examples (sizes[{empty[0]}] = {self.sizes[empty[0]]}). Every client needs "
+                "at least one: leave it out or give it data."
+            )
+        if self.sizes.sum() != self.n_examples:
+            raise refused(
+                "sizes", f"numbers that add up to the {self.n_examples} examples", int(self.sizes.sum()), "Recount."
+            )
+        for path, array in leaves:
+            self._refuse_non_finite(jax.tree_util.keystr(path), array)
+
+    @classmethod
+    def from_clients(cls, clients: Sequence[Any]) -> FederatedData:
+        """Gather one batch per client into one store.
+
+        >>> import numpy as np, covary as cv
+        >>> cv.FederatedData.from_clients([(np.zeros((3, 2)), np.zeros(3)), (np.ones((1, 2)), np.ones(1))])
+        FederatedData(2 clients, 4 examples, 1 to 3 each)
+        """
+        if len(clients) == 0:
+            raise refused("clients", "a list of at least one batch", "none", "Pass one (x, y) for each client.")
+        sizes = [len(jax.tree.leaves(batch)[0]) for batch in clients]
+        return cls(jax.tree.map(lambda *parts: np.concatenate(parts), *clients), sizes)
+
+    @property
+    def n_clients(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def n_examples(self) -> int:
+        return len(jax.tree.leaves(self.examples)[0])
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """The row where each client's examples begin."""
+        return np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+
+    def client(self, i: int) -> Any:
+        """The examples of client i, as one batch."""
+        if not 0 <= i < self.n_clients:
+            raise refused("i", f"between 0 and {self.n_clients - 1}", i, "Clients are counted from 0.")
+        rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
+        return jax.tree.map(lambda a: a[rows], self.examples)
+
+    @cached_property
+    def on_device(self) -> Any:
+        """The examples as JAX arrays, sent to the device once."""
+        return jax.tree.map(jnp.asarray, self.examples)
+
+    def __repr__(self) -> str:
+        return (
+            f"FederatedData({self.n_clients} clients, {self.n_examples} examples, "
+            f"{self.sizes.min()} to {self.sizes.max()} each)"
+        )
+
+    def _refuse_non_finite(self, name: str, array: np.ndarray) -> None:
+        if array.dtype.kind not in "biuf":
+            raise refused(f"examples{name}", "numbers", f"dtype {array.dtype}", "Encode text and dates as numbers.")
+        if array.dtype.kind != "f" or np.isfinite(array).all():
+            return
+        row = int(np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))[0])
+        client = int(np.searchsorted(self.offsets, row, side="right") - 1)
+        raise CovaryError(
+            f"examples{name} has NaN or infinity, first in row {row} (example {row - self.offsets[client]} of client "
+            f"{client}). Drop or impute such values before training."
+        )
+
+
+def _shapes(leaves: Sequence[tuple[Any, np.ndarray]]) -> str:
+    return ", ".join(f"examples{jax.tree_util.keystr(path)} of shape {a.shape}" for path, a in leaves) or "nothing"

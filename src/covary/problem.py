@@ -1,0 +1,221 @@
+"""Problems: N clients with a function f_i each, every f_i the mean of a loss over the client's examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from covary.algorithm import non_negative, positive
+from covary.data.federated import FederatedData
+from covary.errors import CovaryError, refused
+
+ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "bytes_up", "bytes_down")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be minimised: f(x) = sum_i p_i f_i(x), with f_i the mean loss over client i's examples."""
+
+    init: Callable[[Any], Any]  # (key) -> params
+    loss: Callable[[Any, Any], Any]  # (params, batch) -> scalar
+    metrics: Callable[[Any, Any], dict[str, Any]] | None  # (params, batch) -> dict of scalars
+    data: FederatedData
+    test: Any = None
+
+    @property
+    def n_clients(self) -> int:
+        return self.data.n_clients
+
+    @cached_property
+    def evaluated_on(self) -> Any:
+        """The examples that metrics are measured on: the test set, or the training data where there is none."""
+        return self.data.on_device if self.test is None else jax.tree.map(jnp.asarray, self.test)
+
+    @cached_property
+    def metric_names(self) -> tuple[str, ...]:
+        if self.metrics is None:
+            return ()
+        return tuple(jax.eval_shape(self.metrics, _shape_of_params(self.init), _rows(self.data.examples, 2)))
+
+    @cached_property
+    def loss_is_a_mean(self) -> bool:
+        """Whether the loss of a batch is the mean of the losses of its examples, seen on a few examples."""
+
+        @jax.jit
+        def both(batch: Any) -> tuple[Any, Any]:
+            x, unravel = ravel_pytree(self.init(jax.random.key(0)))
+            params = unravel(x + 0.01 * jax.random.normal(jax.random.key(1), x.shape, x.dtype))
+            each = jax.vmap(lambda example: self.loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
+            return self.loss(params, batch), each.mean()
+
+        whole, mean = both(jax.tree.map(lambda a: a[:3], self.data.examples))
+        return bool(np.allclose(whole, mean, rtol=1e-3, atol=1e-5))
+
+    def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
+        """The flat starting point (from `x0`, or from `init` with the seed) and the way back to params."""
+        params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))
+        flat, unravel = ravel_pytree(params)
+        x = np.asarray(flat)
+        if x0 is None:
+            return x, unravel
+        if jax.tree.structure(x0) == jax.tree.structure(params):
+            shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x0)]
+            if shapes == [np.shape(leaf) for leaf in jax.tree.leaves(params)]:
+                x0 = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(x0)])
+        try:
+            flat = np.asarray(x0, x.dtype).reshape(-1)
+        except (TypeError, ValueError):
+            flat = np.empty(0)
+        if flat.shape != x.shape:
+            came = f"shape {np.shape(x0)}" if hasattr(x0, "shape") or np.isscalar(x0) else type(x0).__name__
+            raise refused(
+                "x0", f"the model's params or a vector of {x.size} numbers", came, "Start from run.params, say."
+            )
+        if not np.isfinite(flat).all():
+            raise refused("x0", "finite", "NaN or infinity in it", "Start from finite parameters.")
+        return flat, unravel
+
+
+def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
+    """A model to be trained on federated data.
+
+    Args:
+        model: any object with `init(key) -> params`, `loss(params, batch) -> scalar` (the mean over the batch) and,
+            if wanted, `metrics(params, batch) -> dict of scalars`.
+        data: the clients' examples.
+        test: a batch to measure the metrics on; without it they are measured on the training data.
+
+    >>> import covary as cv
+    >>> (x, y), test = cv.datasets.digits()
+    >>> data = cv.partition.by_similarity(x, y, n_clients=20, similarity=0.1)
+    >>> problem = cv.supervised(cv.models.logistic_regression(64, 10), data, test)
+    >>> problem.n_clients
+    20
+    """
+    if not isinstance(data, FederatedData):
+        raise refused(
+            "data", "a FederatedData", type(data).__name__, "Use covary.partition or FederatedData.from_clients."
+        )
+    for method in ("init", "loss"):
+        if not callable(getattr(model, method, None)):
+            raise refused("model", f"an object with a method {method}", type(model).__name__, "See covary.models.")
+    check = getattr(model, "check", None)
+    if test is not None:
+        test = FederatedData(test, [len(jax.tree.leaves(test)[0])]).examples
+        if jax.tree.structure(test) != jax.tree.structure(data.examples):
+            raise refused("test", "a batch of the form of the data", jax.tree.structure(test), "Pass (x_test, y_test).")
+    if check is not None:
+        check(data.examples)
+        if test is not None:
+            check(test)
+
+    params = _shape_of_params(model.init)
+    batch = _rows(data.examples, 2)
+    loss = _trace("loss", model.loss, params, batch)
+    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        came = f"shape {loss.shape}, dtype {loss.dtype}" if hasattr(loss, "shape") else type(loss).__name__
+        raise refused(
+            "loss(params, batch)", "one real number", came, "Return the mean over the batch, say jnp.mean(...)."
+        )
+    metrics = getattr(model, "metrics", None)
+    if metrics is not None:
+        values = _trace("metrics", metrics, params, batch)
+        if not isinstance(values, dict) or any(getattr(v, "shape", None) != () for v in values.values()):
+            raise refused(
+                "metrics(params, batch)", "a dict of single numbers", values, "Return {'accuracy': ...}, say."
+            )
+        for name in values:
+            if name in ENGINE_COLUMNS or name.startswith("average_"):
+                raise refused("metrics", "named unlike covary's own columns", repr(name), "Choose another name.")
+    return Problem(model.init, model.loss, metrics, data, test)
+
+
+def quadratics(A: Any, b: Any) -> Problem:
+    """N quadratic clients, f_i(x) = ½ xᵀ A_i x + b_iᵀ x.
+
+    Args:
+        A: symmetric matrices, of shape (N, d, d).
+        b: vectors, of shape (N, d).
+
+    >>> import numpy as np, covary as cv
+    >>> problem = cv.quadratics(A=np.stack([np.eye(2), 3 * np.eye(2)]), b=[[1.0, 0.0], [0.0, 1.0]])
+    >>> run = cv.simulate(cv.scaffold(eta_l=0.1), problem, rounds=100, local_steps=5)
+    >>> bool(np.allclose(run.x, [-0.25, -0.25], atol=1e-4))  # the solution of mean(A) x = -mean(b)
+    True
+    """
+    A, b = np.asarray(A, float), np.asarray(b, float)
+    if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[0] == 0 or A.shape[1] == 0:
+        raise refused("A", "of shape (N, d, d)", f"shape {A.shape}", "Stack one square matrix a client.")
+    if b.shape != A.shape[:2]:
+        raise refused("b", f"of shape {A.shape[:2]}", f"shape {b.shape}", "Stack one vector a client.")
+    if not np.allclose(A, A.swapaxes(1, 2)):
+        i = int(np.flatnonzero(~np.isclose(A, A.swapaxes(1, 2)).all(axis=(1, 2)))[0])
+        raise refused(
+            "A", "symmetric matrices", f"A[{i}] is not", "Use (A + A.swapaxes(1, 2)) / 2: it has the same f_i."
+        )
+    d = b.shape[1]
+    return Problem(lambda key: jnp.zeros(d), _quadratic_loss, None, FederatedData((A, b), np.ones(len(b), int)))
+
+
+def lower_bound(G: float, mu: float = 1.0) -> Problem:
+    """The two clients of the paper's lower bound (Theorem II): f_1(x) = mu x² + G x and f_2(x) = -G x.
+
+    Their mean is f(x) = ½ mu x², with its optimum at 0 for every G.
+
+    Args:
+        G: the gradient dissimilarity.
+        mu: the strong convexity of f.
+
+    >>> import covary as cv
+    >>> cv.lower_bound(G=10.0).n_clients
+    2
+
+    Reference: Karimireddy et al. 2020, appendix, proof of Theorem II.
+    """
+    non_negative("G", G)
+    positive("mu", mu)
+    return quadratics(A=[[[2 * mu]], [[0.0]]], b=[[G], [-G]])
+
+
+def _quadratic_loss(x: Any, batch: Any) -> Any:
+    A, b = batch
+    return jnp.mean(0.5 * jnp.einsum("d,nde,e->n", x, A, x) + b @ x)
+
+
+def _shape_of_params(init: Callable[[Any], Any]) -> Any:
+    params = _trace("init", init, jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise refused("init(key)", "a tree with at least one array", params, "Return the model's parameters.")
+    for path, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise refused(
+                f"params{jax.tree_util.keystr(path)}",
+                "real numbers",
+                f"dtype {leaf.dtype}",
+                "Keep counters out of params.",
+            )
+    return params
+
+
+def _rows(examples: Any, count: int) -> Any:
+    """The shapes of a small batch."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape[1:]), jnp.asarray(a[:0]).dtype), examples)
+
+
+def _trace(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The shapes that a user's function returns; what it raises is passed on, with a word on how it was called."""
+    try:
+        return jax.eval_shape(function, *args)
+    except CovaryError:
+        raise
+    except Exception as error:
+        error.add_note(f"covary called the model's {name} with {', '.join(str(a) for a in args)}")
+        raise
