@@ -1,0 +1,37 @@
+"""covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
+
+from covary import models
+from covary.algorithm import Algorithm, Exchange
+from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
+from covary.data import datasets, partition
+from covary.data.federated import FederatedData
+from covary.errors import CovaryError, DivergenceWarning
+from covary.problem import Problem, lower_bound, quadratics, supervised
+from covary.simulate import Run, simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "CovaryError",
+    "DivergenceWarning",
+    "Exchange",
+    "FederatedData",
+    "Problem",
+    "Run",
+    "dane",
+    "datasets",
+    "fedavg",
+    "feddyn",
+    "fedprox",
+    "lower_bound",
+    "mime",
+    "models",
+    "partition",
+    "quadratics",
+    "scaffold",
+    "sgd",
+    "simulate",
+    "supervised",
+    "vrl_sgd",
+]

@@ -1,0 +1,3 @@
+from covary.cli import main
+
+main()

@@ -1,0 +1,138 @@
+"""From what the user asked for to what the engine runs: cohort size, steps and batches of every client."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from covary.algorithm import Algorithm
+from covary.errors import CovaryError, refused
+from covary.problem import Problem
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is fixed when the program is compiled; hashable, so that equal plans share one program."""
+
+    n_clients: int  # N
+    cohort: int  # S
+    steps: int | None  # K where all clients take the same number of steps
+    max_steps: int
+    batching: str  # "full", "rows" (so many examples a batch) or "parts" (so many equal batches an epoch)
+    max_batch: int
+    max_size: int  # examples of the largest client
+    epochs: int  # permutations of a client's data that its steps need
+    ragged_batches: bool
+    ragged_sizes: bool
+    flat_weights: bool  # every example weighs the same in f
+
+
+class Layout(NamedTuple):
+    """What differs from client to client, as arrays over the N clients."""
+
+    offset: Any
+    size: Any
+    batch: Any  # examples a batch
+    per_epoch: Any  # batches an epoch
+    steps: Any  # K_i
+    p: Any  # weights, summing to 1
+
+
+def make_plan(
+    problem: Problem,
+    algorithm: Algorithm,
+    clients_per_round: int | float | None,
+    local_steps: int | None,
+    local_epochs: int | None,
+    batch_size: int | float | None,
+    weights: str,
+) -> tuple[Plan, Layout]:
+    """Check the request and work out every client's batches and steps."""
+    sizes, N = problem.data.sizes, problem.n_clients
+    S = _cohort(clients_per_round, N)
+    batching, batch, per_epoch = _batches(batch_size, sizes)
+
+    if local_steps is not None and local_epochs is not None:
+        raise CovaryError(
+            f"local_steps={local_steps} and local_epochs={local_epochs} exclude each other: one fixes K, the other the "
+            "passes over the local data. Give one of them."
+        )
+    if local_steps is not None:
+        steps = np.full(N, whole("local_steps", local_steps, 1))
+    else:
+        steps = per_epoch * whole("local_epochs", 1 if local_epochs is None else local_epochs, 1)
+
+    if weights not in ("uniform", "examples"):
+        raise refused("weights", '"uniform" or "examples"', repr(weights), "The paper's f is the uniform mean.")
+    p = np.full(N, 1 / N) if weights == "uniform" else sizes / sizes.sum()
+
+    equal = bool((steps == steps[0]).all())
+    if algorithm.lockstep and (S < N or not equal):
+        came = f"{S} of {N} clients a round" if S < N else f"from {steps.min()} to {steps.max()} steps a client"
+        raise CovaryError(
+            f"{algorithm.name} needs every client in every round, all with the same number of local steps; got {came}. "
+            "Use clients_per_round=None and local_steps=K, or scaffold, which needs neither."
+        )
+    uneven = bool((sizes != sizes[0]).any())
+    leftover = bool((sizes % (batch if batching == "rows" else per_epoch)).any())
+    plan = Plan(
+        n_clients=N,
+        cohort=S,
+        steps=int(steps[0]) if equal else None,
+        max_steps=int(steps.max()),
+        batching=batching,
+        max_batch=int(batch.max()),
+        max_size=int(sizes.max()),
+        epochs=int(np.max(-(-steps // per_epoch))),
+        ragged_batches=leftover or (uneven and batching != "rows"),
+        ragged_sizes=uneven,
+        flat_weights=bool(np.allclose(p / sizes, p[0] / sizes[0], rtol=1e-12)),
+    )
+    return plan, Layout(problem.data.offsets, sizes, batch, per_epoch, steps, p)
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """The value as an int, refused unless it is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise refused(name, f"a whole number of at least {least}", repr(value), f"Try {name}={max(least, 10)}.")
+    return int(value)
+
+
+def _cohort(clients_per_round: int | float | None, N: int) -> int:
+    if clients_per_round is None:
+        return N
+    if isinstance(clients_per_round, float | np.floating) and 0 < clients_per_round < 1:
+        return max(1, round(clients_per_round * N))
+    if isinstance(clients_per_round, bool) or not isinstance(clients_per_round, int | np.integer):
+        allowed = "a number of clients, a fraction in (0, 1), or None for all"
+        raise refused("clients_per_round", allowed, repr(clients_per_round), f"There are {N} clients.")
+    if not 1 <= clients_per_round <= N:
+        raise refused("clients_per_round", f"between 1 and {N}", clients_per_round, f"There are {N} clients.")
+    return int(clients_per_round)
+
+
+def _batches(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
+    """How a client's epoch is cut into batches: the rule, the largest batch and the number of batches, per client."""
+    if batch_size is None:
+        return "full", sizes, np.ones_like(sizes)
+    smallest = int(sizes.argmin())
+    if isinstance(batch_size, float | np.floating) and 0 < batch_size < 1:
+        parts = math.ceil(1 / batch_size - 1e-9)  # 0.2 of the local data: 5 steps an epoch
+        if parts > sizes[smallest]:
+            raise CovaryError(
+                f"batch_size={batch_size} cuts each client's data into {parts} batches, but client {smallest} has only "
+                f"{sizes[smallest]} examples. Use a fraction of at least {1 / sizes[smallest]:.3g}, or a whole number."
+            )
+        return "parts", -(-sizes // parts), np.full_like(sizes, parts)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        allowed = "a number of examples, a fraction in (0, 1), or None for full batches"
+        raise refused("batch_size", allowed, repr(batch_size), "The paper uses 0.2 of the local data.")
+    if batch_size > sizes[smallest]:
+        raise CovaryError(
+            f"batch_size={batch_size} is larger than the data of client {smallest}, which has {sizes[smallest]} "
+            f"examples. Use at most {sizes[smallest]}, a fraction such as 0.2 of each client's data, or None for all."
+        )
+    return "rows", np.full_like(sizes, batch_size), -(-sizes // int(batch_size))
