@@ -1,0 +1,1 @@
+"""Experiments: each file is a plain description of what is run."""

@@ -1,0 +1,59 @@
+"""The run folder: raw results as JSON lines, written as they come, and the pictures made from them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class RunFolder:
+    """A folder for one command's results. Each line of `results.jsonl` is whole as soon as it is appended.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     folder = RunFolder.create("compare", parent)
+    ...     folder.append({"algorithm": "scaffold", "rounds": 29})
+    ...     folder.results.read_text()
+    '{"algorithm": "scaffold", "rounds": 29}\\n'
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.results = path / "results.jsonl"
+
+    @classmethod
+    def create(cls, command: str, parent: str | Path = "runs") -> RunFolder:
+        """A new folder under `parent`, named after the time and the command."""
+        stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{command}"
+        for attempt in range(1, 1000):
+            path = Path(parent) / (stem if attempt == 1 else f"{stem}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return cls(path)
+        raise FileExistsError(f"1,000 run folders named {stem} exist already under {parent}.")
+
+    def append(self, record: dict[str, Any]) -> None:
+        with self.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """NumPy to JSON; a value that was not measured (NaN) is null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
