@@ -1,0 +1,73 @@
+"""Problems that several tests share, and a server in plain Python to hold the engine against."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import covary as cv
+from covary.client import client_loop
+
+ROOT = Path(__file__).parent.parent
+
+
+def one_file_example() -> Any:
+    """examples/scaffold_one_file.py as a module."""
+    spec = importlib.util.spec_from_file_location("one_file", ROOT / "examples" / "scaffold_one_file.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def random_quadratics(N: int = 7, d: int = 5, G: float = 3.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Heterogeneous curvature between about 0.5 and 3, and linear terms of size G that do not cancel."""
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(N, d, d)) / np.sqrt(d)
+    return root @ root.swapaxes(1, 2) * 0.5 + 0.5 * np.eye(d), G * rng.normal(size=(N, d))
+
+
+def optimum(A: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return -np.linalg.solve(A.mean(axis=0), b.mean(axis=0))
+
+
+def small_logistic(sizes: list[int], seed: int = 0, features: int = 3, classes: int = 3) -> cv.Problem:
+    """Softmax regression on clients whose labels and features differ."""
+    rng = np.random.default_rng(seed)
+    clients = [(rng.normal(i, 1, (n, features)), rng.integers(0, 1 + i % classes, n)) for i, n in enumerate(sizes)]
+    return cv.supervised(cv.models.logistic_regression(features, classes), cv.FederatedData.from_clients(clients))
+
+
+def client_gradients(problem: cv.Problem) -> list[Any]:
+    """One NumPy function per client: its full gradient at a flat vector."""
+    _, unravel = problem.start(None, 0)
+
+    def gradient_of(i: int) -> Any:
+        batch = problem.data.client(i)
+        gradient = jax.jit(jax.grad(lambda x: problem.loss(unravel(x), batch)))
+        return lambda y: np.asarray(gradient(jnp.asarray(y)))
+
+    return [gradient_of(i) for i in range(problem.n_clients)]
+
+
+def plain_server(
+    algorithm: cv.Algorithm, grads: list[Any], x: np.ndarray, cohorts: np.ndarray, K: int, equal: bool
+) -> Any:
+    """Full-batch training with NumPy vectors and Python loops: the algorithm's own functions, no JAX."""
+    N = len(grads)
+    server, clients = algorithm.init_server(x), [algorithm.init_client(x) for _ in range(N)]
+    for cohort in cohorts:
+        for trip in algorithm.trips(K if equal else None):
+            down, ups = trip.broadcast(server), []
+            for i in cohort:
+                up, clients[i] = client_loop(trip, down, clients[i], grads[i], [grads[i]] * K)
+                ups.append(up)
+            mean = type(ups[0])(*(np.mean(field, axis=0) for field in zip(*ups, strict=True)))
+            server = trip.aggregate(server, mean, len(cohort) / N)
+    return server, clients

@@ -1,0 +1,207 @@
+"""A wrong value is refused at the door, with the parameter, what is allowed, what came, and the fix."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import small_logistic
+
+import covary as cv
+
+X, Y = np.ones((6, 3)), np.array([0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "factory", [cv.sgd, cv.fedavg, cv.fedprox, cv.scaffold, cv.dane, cv.vrl_sgd, cv.feddyn, cv.mime]
+)
+@pytest.mark.parametrize("eta_l", [0, -0.1, float("nan"), float("inf"), "0.1", None, True, [0.1, 0.2]], ids=repr)
+def test_step_sizes(factory, eta_l):
+    with pytest.raises(cv.CovaryError, match="eta_l must be"):
+        factory(eta_l=eta_l)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: cv.fedavg(0.1, eta_g=0), "eta_g must be a number above 0; got 0"),
+        (lambda: cv.fedprox(0.1, mu=-1), "mu must be a number of 0 or more; got -1"),
+        (lambda: cv.feddyn(0.1, alpha=0), "alpha must be a number above 0"),
+        (lambda: cv.scaffold(0.1, option="III"), 'option must be "I" or "II"; got \'III\''),
+        (lambda: cv.scaffold(0.1, option=2), "option must be"),
+        (lambda: cv.lower_bound(G=-1), "G must be"),
+        (lambda: cv.lower_bound(G=1, mu=0), "mu must be"),
+    ],
+)
+def test_hyper_parameters(build, says):
+    with pytest.raises(cv.CovaryError, match=says):
+        build()
+
+
+def test_local_optimisers_are_refused_with_the_reason():
+    class Adam:
+        def update(self, grads, state):
+            return grads, state
+
+    for optimiser in (Adam(), lambda step: 0.1 / (1 + step)):
+        with pytest.raises(cv.CovaryError, match=r"Local optimisers and schedules are refused.*\(x - y\)/\(K eta_l\)"):
+            cv.scaffold(eta_l=optimiser)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"rounds": 0}, "rounds must be a whole number of at least 1; got 0"),
+        ({"rounds": 2.5}, "rounds must be"),
+        ({"clients_per_round": 4}, "clients_per_round must be between 1 and 3; got 4"),
+        ({"clients_per_round": 0}, "clients_per_round must be between 1 and 3; got 0"),
+        ({"clients_per_round": 1.5}, "clients_per_round must be"),
+        ({"clients_per_round": -0.2}, "clients_per_round must be"),
+        ({"clients_per_round": True}, "clients_per_round must be"),
+        ({"local_steps": 0}, "local_steps must be"),
+        ({"local_epochs": 0}, "local_epochs must be"),
+        ({"local_epochs": 1.5}, "local_epochs must be"),
+        ({"local_steps": 2, "local_epochs": 2}, "local_steps=2 and local_epochs=2 exclude each other"),
+        ({"batch_size": 5}, "batch_size=5 is larger than the data of client 0, which has 4 examples. Use at most 4"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"batch_size": -1}, "batch_size must be"),
+        ({"batch_size": 1.5}, "batch_size must be"),
+        ({"batch_size": 0.1}, "batch_size=0.1 cuts each client's data into 10 batches, but client 0 has only 4"),
+        ({"weights": "size"}, 'weights must be "uniform" or "examples"; got \'size\''),
+        ({"seed": -1}, "seed must be"),
+        ({"eval_every": 0}, "eval_every must be"),
+        ({"target": ("f1", 0.5)}, "target must be .* loss, accuracy; got"),
+        ({"target": 0.5}, "target must be"),
+        ({"target": ("accuracy", float("nan"))}, "target must be"),
+        ({"target": ("accuracy", "high")}, "target must be"),
+        ({"average": "geometric"}, "average must be"),
+        ({"average": 1.0}, "average must be"),
+        ({"x0": np.zeros(5)}, "x0 must be the model's params or a vector of 12 numbers; got shape \\(5,\\)"),
+        ({"x0": np.full(12, np.nan)}, "x0 must be finite"),
+        ({"x0": "zero"}, "x0 must be"),
+        ({"x0": {"w": np.zeros((3, 3))}}, "x0 must be"),
+        ({"warm_start": True, "rounds": 1}, "rounds=1 leaves no round to train in"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_simulate(kwargs, says, compilations):
+    problem = small_logistic([4, 6, 7])
+    problem.start(None, 0)  # the initial parameters, which are computed, not trained
+    compilations.clear()
+    with pytest.raises(cv.CovaryError, match=says):
+        cv.simulate(cv.scaffold(0.1), problem, **{"rounds": 3, **kwargs})
+    assert compilations == []
+
+
+def test_arguments_in_the_wrong_place():
+    problem = small_logistic([4, 4])
+    with pytest.raises(cv.CovaryError, match="algorithm must be an Algorithm; got function"):
+        cv.simulate(cv.scaffold, problem, 3)
+    with pytest.raises(cv.CovaryError, match="problem must be a Problem; got FederatedData"):
+        cv.simulate(cv.scaffold(0.1), problem.data, 3)
+
+
+def test_algorithms_refuse_what_they_cannot_do():
+    problem = small_logistic([4, 8, 6])
+    with pytest.raises(cv.CovaryError, match=r"vrl_sgd needs every client in every round.*got 2 of 3 clients"):
+        cv.simulate(cv.vrl_sgd(0.1), problem, 3, clients_per_round=2)
+    with pytest.raises(cv.CovaryError, match=r"vrl_sgd needs.*from 2 to 4 steps"):
+        cv.simulate(cv.vrl_sgd(0.1), problem, 3, batch_size=2, local_epochs=1)
+    with pytest.raises(cv.CovaryError, match=r"warm_start=True needs control variates.*fedavg has none"):
+        cv.simulate(cv.fedavg(0.1), problem, 3, warm_start=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: cv.FederatedData((X, Y), [3, 0, 3]), "Client 1 has no examples"),
+        (lambda: cv.FederatedData((X, Y), [3, 2]), "sizes must be numbers that add up to the 6 examples; got 5"),
+        (lambda: cv.FederatedData((X, Y[:4]), [3, 3]), "examples must be arrays of one length"),
+        (lambda: cv.FederatedData((X, Y), [2.5, 3.5]), "sizes must be"),
+        (lambda: cv.FederatedData((), []), "examples must be"),
+        (lambda: cv.FederatedData.from_clients([]), "clients must be"),
+        (lambda: cv.FederatedData((np.array(["a", "b"]),), [1, 1]), r"examples\[0\] must be numbers"),
+        (lambda: cv.FederatedData((X, Y), [3, 3]).client(2), "i must be between 0 and 1; got 2"),
+        (lambda: cv.partition.by_similarity(X, Y, 7, 0.0), "n_clients must be between 1 and the 6 examples; got 7"),
+        (lambda: cv.partition.by_similarity(X, Y, 2, 10), "similarity must be between 0 and 1; got 10"),
+        (lambda: cv.partition.by_similarity(X, Y, 2, -0.1), "similarity must be"),
+        (lambda: cv.partition.by_similarity(X, Y[:3], 2, 0.1), "x and y must be of one length; got 6 and 3"),
+        (lambda: cv.quadratics(np.ones((2, 3)), np.ones((2, 3))), "A must be of shape"),
+        (lambda: cv.quadratics(np.ones((2, 3, 3)), np.ones((3, 3))), "b must be of shape"),
+        (lambda: cv.quadratics([[[1.0, 2.0], [0.0, 1.0]]], [[0.0, 0.0]]), "A must be symmetric matrices; got A\\[0\\]"),
+        (lambda: cv.quadratics([[[np.nan]]], [[0.0]]), "NaN|symmetric"),
+        (lambda: cv.models.logistic_regression(3, 1), "n_classes must be"),
+        (lambda: cv.models.mlp(3, 0, 2), "hidden must be"),
+    ],
+)
+def test_data_and_models(build, says):
+    with pytest.raises(cv.CovaryError, match=says):
+        build()
+
+
+def test_nan_in_the_data_is_found_and_named():
+    x = X.copy()
+    x[4, 1] = np.nan
+    with pytest.raises(
+        cv.CovaryError, match=r"examples\[0\] has NaN or infinity, first in row 4 \(example 1 of client 1\)"
+    ):
+        cv.FederatedData((x, Y), [3, 3])
+
+
+class Model:
+    def __init__(self, loss=None, metrics=None, init=None):
+        self.init = init or (lambda key: jnp.zeros(3))
+        self.loss = loss or (lambda params, batch: jnp.mean(batch[0] @ params))
+        if metrics:
+            self.metrics = metrics
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (
+            lambda d: cv.supervised(Model(lambda p, b: b[0] @ p), d),
+            r"loss\(params, batch\) must be one real number; got shape \(2,\)",
+        ),
+        (lambda d: cv.supervised(Model(lambda p, b: (1.0, 2.0)), d), r"loss\(params, batch\) must be"),
+        (
+            lambda d: cv.supervised(Model(lambda p, b: jnp.sum(b[1])), d),
+            "must be one real number; got shape .* dtype int",
+        ),
+        (lambda d: cv.supervised(Model(metrics=lambda p, b: 1.0), d), "metrics.* must be a dict of single numbers"),
+        (lambda d: cv.supervised(Model(metrics=lambda p, b: {"loss": jnp.sum(p)}), d), "metrics must be named"),
+        (
+            lambda d: cv.supervised(Model(init=lambda key: jnp.zeros(3, int)), d),
+            "params must be real numbers; got dtype int",
+        ),
+        (lambda d: cv.supervised(Model(init=lambda key: {}), d), r"init\(key\) must be a tree with at least one array"),
+        (lambda d: cv.supervised(object(), d), "model must be an object with a method init"),
+        (lambda d: cv.supervised(Model(), (X, Y)), "data must be a FederatedData; got tuple"),
+        (
+            lambda d: cv.supervised(cv.models.logistic_regression(3, 2), d),
+            "y must be labels from 0 to 1; got 2 in row 2",
+        ),
+        (lambda d: cv.supervised(cv.models.logistic_regression(4, 3), d), "x must be of 4 features an example; got 3"),
+        (lambda d: cv.supervised(cv.models.logistic_regression(3, 3), d, test=(X, Y + 1)), "y must be labels"),
+        (lambda d: cv.supervised(cv.models.logistic_regression(3, 3), d, test=X), "test must be a batch of the form"),
+        (lambda d: cv.supervised(cv.models.logistic_regression(3, 3), d, test=(X * np.nan, Y)), "has NaN"),
+    ],
+)
+def test_supervised(build, says):
+    with pytest.raises(cv.CovaryError, match=says):
+        build(cv.FederatedData((X, Y), [3, 3]))
+
+
+def test_an_error_inside_the_users_loss_is_passed_on_with_how_it_was_called():
+    with pytest.raises(TypeError) as error:
+        cv.supervised(Model(lambda p, b: jnp.mean(b[0] @ jnp.zeros(7))), cv.FederatedData((X, Y), [3, 3]))
+    assert "covary called the model's loss with" in "\n".join(error.value.__notes__)
+
+
+def test_a_loss_that_is_not_a_mean_is_refused_where_clients_differ_in_size():
+    def total(params, batch):
+        return jnp.sum((batch[0] @ params - batch[1]) ** 2)
+
+    equal = cv.supervised(Model(total), cv.FederatedData((X, Y), [3, 3]))
+    cv.simulate(cv.fedavg(0.01), equal, 2)  # every batch has the same size: the user's own scale is as good as any
+    ragged = cv.supervised(Model(total), cv.FederatedData((X, Y), [2, 4]))
+    with pytest.raises(cv.CovaryError, match="must be the mean over the examples of the batch"):
+        cv.simulate(cv.fedavg(0.01), ragged, 2)

@@ -1,0 +1,68 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+from typer.testing import CliRunner
+
+from covary.cli import app
+
+
+def covary(*args, cwd):
+    return subprocess.run([sys.executable, "-m", "covary", *args], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
+    result = CliRunner().invoke(
+        app, ["compare", "--rounds", "12", "--seeds", "1", "--target", "0.8", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    for name in ("sgd", "fedavg", "fedprox", "scaffold", "0 % similarity", "100 % similarity"):
+        assert name in result.output
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    curves = [r for r in records if r["kind"] == "curve"]
+    assert len(curves) == 12
+    assert all(len(r["history"]["accuracy"]) == 12 for r in curves)
+    assert len([r for r in records if r["kind"] == "tuning"]) == 12 * 6
+
+
+def test_run_in_a_fresh_process(tmp_path):
+    result = covary("run", "scaffold", "--eta-l", "1", "--rounds", "5", "--similarity", "0.1", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "5 rounds" in result.stdout
+    assert "Warning" not in result.stderr
+    (results,) = tmp_path.glob("runs/*/results.jsonl")
+    assert [json.loads(line)["round"] for line in results.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["run", "adam"], "ALGORITHM must be one of"),
+        (["run", "sgd", "--mu", "1"], "--mu is not an option of sgd"),
+        (["run", "scaffold", "--clients-per-round", "50"], "clients_per_round must be between 1 and 20; got 50"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(args, says, tmp_path):
+    result = covary(*args, cwd=tmp_path)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_diverging_run_says_so_and_fails(tmp_path):
+    result = covary("run", "fedavg", "--eta-l", "1e38", "--rounds", "5", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "diverged in round" in result.stdout
+
+
+def test_the_one_file_example_runs(tmp_path):
+    script = ROOT / "examples" / "scaffold_one_file.py"
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert "SCAFFOLD at x" in result.stdout

@@ -1,0 +1,103 @@
+"""The one table that every algorithm must pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import optimum, random_quadratics, small_logistic
+
+import covary as cv
+from covary import algorithms
+
+A, b = random_quadratics(N=6, d=4, G=2.0)
+K = 5
+
+
+def drifted(eta_l, mu=0.0):
+    """Where FedAvg and FedProx settle: K local steps move client i by -Q_i (A_i x + b_i), and the moves cancel."""
+    Q = [eta_l * sum(np.linalg.matrix_power(np.eye(4) - eta_l * (a + mu * np.eye(4)), k) for k in range(K)) for a in A]
+    QA = sum(q @ a for q, a in zip(Q, A, strict=True))
+    return -np.linalg.solve(QA, sum(q @ v for q, v in zip(Q, b, strict=True)))
+
+
+# algorithm, and the point it must converge to on heterogeneous quadratics
+TABLE = [
+    (cv.sgd(0.3), optimum(A, b)),
+    (cv.fedavg(0.1), drifted(0.1)),
+    (cv.fedprox(0.1, mu=1.0), drifted(0.1, mu=1.0)),
+    (cv.scaffold(0.1), optimum(A, b)),
+    (cv.scaffold(0.1, option="I"), optimum(A, b)),
+    (cv.dane(0.1, mu=0.1), optimum(A, b)),
+    (cv.vrl_sgd(0.1), optimum(A, b)),
+    (cv.feddyn(0.1, alpha=1.0), optimum(A, b)),
+    (cv.mime(0.1), optimum(A, b)),
+]
+ALGORITHMS = pytest.mark.parametrize("algorithm", [row[0] for row in TABLE], ids=str)
+
+
+def test_every_algorithm_is_in_the_table():
+    assert {row[0].name for row in TABLE} == set(algorithms.__all__)
+
+
+@pytest.mark.parametrize(("algorithm", "limit"), TABLE, ids=[str(row[0]) for row in TABLE])
+def test_converges_to_where_theory_says(algorithm, limit):
+    run = cv.simulate(algorithm, cv.quadratics(A, b), rounds=600, local_steps=K)
+    np.testing.assert_allclose(run.x, limit, atol=1e-8)
+    if limit is not TABLE[0][1] and algorithm.name in ("fedavg", "fedprox"):
+        assert np.linalg.norm(run.x - optimum(A, b)) > 1e-2
+
+
+@ALGORITHMS
+def test_works_at_the_edges_with_odd_pytrees_and_keeps_their_dtype(algorithm):
+    class Odd:
+        def init(self, key):
+            return {"scalar": jnp.float32(1), "rows": [jnp.ones((2, 3), jnp.float32), jnp.ones((1,), jnp.float32)]}
+
+        def loss(self, params, batch):
+            return sum(jnp.mean((leaf - batch.mean()) ** 2) for leaf in jax.tree.leaves(params))
+
+    one_client = cv.supervised(Odd(), cv.FederatedData(np.float32([3.0, 5.0]), [2]))
+    run = cv.simulate(algorithm, one_client, rounds=3, clients_per_round=1, local_steps=1)
+    assert jax.tree.map(np.shape, run.params) == {"scalar": (), "rows": [(2, 3), (1,)]}
+    for leaf in jax.tree.leaves((run.params, run.server, run.clients)):
+        assert leaf.dtype == np.float32
+        assert np.isfinite(leaf).all()
+    assert run.history["loss"][-1] < run.history["loss"][0]
+
+
+@ALGORITHMS
+def test_a_model_of_one_parameter(algorithm):
+    run = cv.simulate(algorithm, cv.lower_bound(G=1.0), rounds=40, local_steps=1, x0=1.0)
+    assert run.x.shape == (1,)
+    assert run.history["loss"][-1] < 0.1
+
+
+@ALGORITHMS
+def test_same_seed_same_bits_and_another_step_size_needs_no_compilation(algorithm, compilations):
+    problem = small_logistic([5, 7, 6])
+
+    def run(algorithm, seed):
+        return cv.simulate(
+            algorithm,
+            problem,
+            6,
+            clients_per_round=None if algorithm.lockstep else 2,
+            local_steps=4,
+            batch_size=2,
+            seed=seed,
+        )
+
+    first = run(algorithm, seed=3)
+    compilations.clear()
+    second = run(algorithm, seed=3)
+    other = run(
+        getattr(cv, algorithm.name)(**{**algorithm.numbers, "eta_l": 0.01}, **dict(algorithm.recipe[1])), seed=4
+    )
+    assert compilations == []
+    for a, b in zip(
+        jax.tree.leaves((first.server, first.clients)), jax.tree.leaves((second.server, second.clients)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    for name in first.history:
+        np.testing.assert_array_equal(first.history[name], second.history[name])
+    assert not np.array_equal(first.x, other.x)

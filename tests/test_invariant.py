@@ -1,0 +1,78 @@
+"""c = mean(c_i), or its weighted form, at every round, whatever happens in it."""
+
+import numpy as np
+import pytest
+from helpers import small_logistic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import covary as cv
+
+
+@st.composite
+def setups(draw):
+    sizes = draw(st.lists(st.integers(3, 9), min_size=1, max_size=6))
+    S = draw(st.integers(1, len(sizes)))
+    steps = draw(st.sampled_from([{"local_steps": 3}, {"local_epochs": 1}, {"local_epochs": 2}]))
+    batch = draw(st.sampled_from([None, 2, 3, 0.4]))
+    warm = draw(st.booleans())
+    weights = draw(st.sampled_from(["uniform", "examples"]))
+    option = draw(st.sampled_from(["I", "II"]))
+    seed = draw(st.integers(0, 1000))
+    return sizes, S, steps, batch, warm, weights, option, seed
+
+
+@settings(max_examples=15, deadline=None)
+@given(setups())
+def test_the_servers_control_is_the_mean_of_its_clients(setup):
+    sizes, S, steps, batch, warm, weights, option, seed = setup
+    run = cv.simulate(
+        cv.scaffold(eta_l=0.05, eta_g=1.3, option=option),
+        small_logistic(sizes, seed),
+        rounds=12,
+        clients_per_round=S,
+        batch_size=batch,
+        warm_start=warm,
+        weights=weights,
+        seed=seed,
+        **steps,
+    )
+    p = np.array(sizes) / sum(sizes) if weights == "examples" else np.full(len(sizes), 1 / len(sizes))
+    scale = np.abs(run.clients.c_i).max()
+    assert np.abs(run.server.c - p @ run.clients.c_i).max() <= 1e-12 * scale
+    assert run.history["control_error"].shape == (12,)
+    assert run.history["control_error"].max() <= 1e-11 * max(1.0, scale)
+
+
+def test_a_wrong_control_update_is_seen_in_the_history():
+    """Averaging dc over the cohort instead of over all clients, a common mistake, shows at once."""
+    from dataclasses import replace
+
+    right = cv.scaffold(0.1)
+    (trip,) = right.exchanges
+    wrong_trip = replace(trip, aggregate=lambda server, mean, fraction: trip.aggregate(server, mean, 1.0))
+    wrong = replace(right, exchanges=(wrong_trip,), with_equal_steps=None, recipe=None)
+    run = cv.simulate(wrong, small_logistic([5, 5, 5, 5]), rounds=3, clients_per_round=2, local_steps=2)
+    assert run.history["control_error"][-1] > 1e-3
+
+
+@pytest.mark.parametrize("weights", ["uniform", "examples"])
+def test_feddyns_h_is_the_mean_of_its_clients(weights):
+    sizes = [4, 9, 6]
+    run = cv.simulate(
+        cv.feddyn(0.1, alpha=0.3),
+        small_logistic(sizes),
+        20,
+        clients_per_round=2,
+        local_epochs=2,
+        batch_size=2,
+        weights=weights,
+    )
+    assert run.history["control_error"].max() < 1e-12
+
+
+def test_vrl_sgds_corrections_cancel():
+    run = cv.simulate(cv.vrl_sgd(0.1), small_logistic([6, 6, 6]), 10, local_steps=3, batch_size=2)
+    state = run.clients
+    corrections = state.delta_i + state.rate_i[:, None] * (run.x - state.y_i)
+    assert np.abs(corrections.sum(axis=0)).max() < 1e-12
