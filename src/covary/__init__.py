@@ -8,6 +8,7 @@ from covary.data.federated import FederatedData
 from covary.errors import CovaryError, DivergenceWarning
 from covary.problem import Problem, lower_bound, quadratics, supervised
 from covary.simulate import Run, simulate
+from covary.sweep import Sweep, sweep
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "FederatedData",
     "Problem",
     "Run",
+    "Sweep",
     "dane",
     "datasets",
     "fedavg",
@@ -33,5 +35,6 @@ __all__ = [
     "sgd",
     "simulate",
     "supervised",
+    "sweep",
     "vrl_sgd",
 ]

@@ -67,12 +67,18 @@ def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
     return Model(init, _mlp_loss, _mlp_metrics, _fits(n_features, n_classes))
 
 
+def _flat(x: Any, like: Any) -> Any:
+    """Rows of features; images in unsigned bytes are scaled to [0, 1] here, inside the step, and stored as bytes."""
+    x = jnp.asarray(x).reshape(len(x), -1)
+    return x.astype(like.dtype) / 255 if x.dtype == jnp.uint8 else x
+
+
 def _linear(params: Any, x: Any) -> Any:
-    return x.reshape(len(x), -1) @ params["w"] + params["b"]
+    return _flat(x, params["w"]) @ params["w"] + params["b"]
 
 
 def _two_layers(params: Any, x: Any) -> Any:
-    hidden = jax.nn.relu(x.reshape(len(x), -1) @ params["w1"] + params["b1"])
+    hidden = jax.nn.relu(_flat(x, params["w1"]) @ params["w1"] + params["b1"])
     return hidden @ params["w2"] + params["b2"]
 
 

@@ -23,7 +23,7 @@ class Program:
     plan: Plan
     loss: Callable[[Any, Any], Any]
     metrics: Callable[[Any, Any], dict[str, Any]] | None
-    metric_names: tuple[str, ...]
+    evaluated: tuple[str, ...]  # "loss" and the metrics, or the metrics alone
     unravel: Callable[[Any], Any]
     chunk: int  # most rounds in one call
     eval_every: int
@@ -31,7 +31,7 @@ class Program:
 
 
 class Target(NamedTuple):
-    """What ends a run: the place in ("loss", *metric_names), +1 to rise or -1 to fall, and the value."""
+    """What ends a run: the metric's place in `Program.evaluated`, +1 to rise or -1 to fall, and the value."""
 
     index: Any
     direction: Any
@@ -45,7 +45,6 @@ class World(NamedTuple):
     evaluated_on: Any
     example_weights: Any  # of each example in f, or None where they are all the same
     layout: Layout
-    key: Any
     target: Target
     decay: Any  # of the weights w_r in the running average; 1 is the uniform mean
 
@@ -62,67 +61,113 @@ class State(NamedTuple):
     diverged: Any
 
 
+Records = dict[str, Any]
+Rounds = Callable[..., tuple[State, Records]]
+
+
 @functools.lru_cache(maxsize=64)
-def compiled(program: Program) -> Callable[..., tuple[State, dict[str, Any]]]:
-    """`(numbers, state, last, world) -> state, records`: rounds up to `last`, at most a chunk of them.
+def compiled(program: Program) -> Rounds:
+    """`(numbers, state, key, last, world) -> state, records`: rounds up to `last`, at most a chunk of them.
 
     It stops early at the target, or at the last good state when the next is not finite. `records` has one row a round.
     """
 
-    def chunk(numbers: dict[str, Any], state: State, last: Any, world: World) -> tuple[State, dict[str, Any]]:
-        algorithm = rebuild(program.recipe, numbers)
-        trips = algorithm.trips(program.plan.steps)
-        first = state.round
-
-        def one_round(state: State) -> tuple[State, dict[str, Any]]:
-            r = state.round + 1
-            key = jax.random.fold_in(world.key, r)
-            cohort = sample(jax.random.fold_in(key, 0), program.plan)
-            server, rows, drift = exchange_all(program, trips, state.server, state.clients, cohort, key, world)
-            after = state._replace(server=server)
-            if program.average:
-                mass = 1 + world.decay * state.average_mass
-                after = after._replace(average=state.average + (server[0] - state.average) / mass, average_mass=mass)
-            due = (r % program.eval_every == 0) | (r == last)
-            values = when(due, program, lambda: evaluate(program, after, world))
-            ok = finite(server) & (jnp.isfinite(values["loss"]) | ~due)
-            metric = jnp.stack([values[name] for name in ("loss", *program.metric_names)])[world.target.index]
-            hit = world.target.direction * (metric - world.target.value) >= 0
-            state = commit(state, after, rows, cohort, ok)._replace(reached=hit & due & ok)
-            values |= when(due, program, lambda: control_error(algorithm, state, world))
-            return state, {**values, "cohort": cohort, "drift": drift}
-
-        def proceed(carry: tuple[State, dict[str, Any]]) -> Any:
-            state, _ = carry
-            return (state.round < jnp.minimum(last, first + program.chunk)) & ~state.reached & ~state.diverged
-
-        def body(carry: tuple[State, dict[str, Any]]) -> tuple[State, dict[str, Any]]:
-            state, records = carry
-            at = state.round - first
-            state, record = one_round(state)
-            return state, jax.tree.map(lambda rows, row: rows.at[at].set(row), records, record)
-
-        shapes = jax.eval_shape(one_round, state)[1]
-        empty = jax.tree.map(lambda s: jnp.zeros((program.chunk, *s.shape), s.dtype), shapes)
-        return jax.lax.while_loop(proceed, body, (state, empty))
+    def chunk(numbers: dict[str, Any], state: State, key: Any, last: Any, world: World) -> tuple[State, Records]:
+        return loop(program, functools.partial(one_round, program, numbers), state, state.round, key, last, world)
 
     return jax.jit(chunk, donate_argnums=1)
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_warm_start(program: Program) -> Callable[..., tuple[State, dict[str, Any]]]:
-    """`(numbers, state, cohort, world) -> state, record`: one round in which `cohort` sets its control variates."""
+def compiled_sweep(program: Program) -> Rounds:
+    """The same for many members at once: `(numbers, states, keys, first, last, world) -> states, records`.
 
-    def visit(numbers: dict[str, Any], state: State, cohort: Any, world: World) -> tuple[State, dict[str, Any]]:
-        algorithm = rebuild(program.recipe, numbers)
-        key = jax.random.fold_in(world.key, state.round + 1)
-        trips = (algorithm.warm_start,)
-        server, rows, drift = exchange_all(program, trips, state.server, state.clients, cohort, key, world)
-        state = commit(state, state._replace(server=server), rows, cohort, finite(server))
-        values = evaluate(program, state, world) | control_error(algorithm, state, world)
-        return state, {**values, "drift": drift}
+    Every number has an axis over the points of a grid, every key stands for a seed, and states and records have both
+    axes, seeds first. Points share cohorts and batches (common random numbers), so that data is read once for all.
+    """
+
+    def chunk(
+        numbers: dict[str, Any], states: State, keys: Any, first: Any, last: Any, world: World
+    ) -> tuple[State, Records]:
+        return loop(program, members(functools.partial(one_round, program), numbers), states, first, keys, last, world)
+
+    return jax.jit(chunk, donate_argnums=1)
+
+
+@functools.lru_cache(maxsize=64)
+def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
+    """`(numbers, state, key, r, cohort, world) -> state, record`: a round in which a cohort sets its controls."""
+
+    def visit(numbers: dict[str, Any], state: State, key: Any, r: Any, cohort: Any, world: World) -> Any:
+        def one(numbers: dict[str, Any], state: State, key: Any, cohort: Any, world: World) -> tuple[State, Records]:
+            algorithm = rebuild(program.recipe, numbers)
+            key = jax.random.fold_in(key, r)
+            assert algorithm.warm_start is not None
+            trips = (algorithm.warm_start,)
+            server, rows, drift = exchange_all(program, trips, state.server, state.clients, cohort, key, world)
+            state = commit(state, state._replace(server=server), rows, cohort, finite(server))
+            values = evaluate(program, state, world) | control_error(algorithm, state, world)
+            return state, {**values, "drift": drift}
+
+        one_visit = members(one, numbers) if sweep else functools.partial(one, numbers)
+        return one_visit(state, key, cohort, world)
 
     return jax.jit(visit, donate_argnums=1)
+
+
+def members(round_of_one: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., Any]:
+    """`(numbers, state, key, ...)` of one member, for all seeds (outer axis) and all points (inner axis)."""
+
+    def all_members(states: State, keys: Any, *shared: Any) -> Any:
+        def points(states: State, key: Any) -> Any:
+            return jax.vmap(lambda n, state: round_of_one(n, state, key, *shared))(numbers, states)
+
+        return jax.vmap(points)(states, keys)
+
+    return all_members
+
+
+def loop(
+    program: Program, step: Callable[..., Any], state: State, first: Any, key: Any, last: Any, world: World
+) -> tuple[State, Records]:
+    """Rounds while any member goes on, up to `last` and at most a chunk."""
+
+    def proceed(carry: tuple[Any, State, Records]) -> Any:
+        r, state, _ = carry
+        return (r < jnp.minimum(last, first + program.chunk)) & jnp.any(~state.reached & ~state.diverged)
+
+    def body(carry: tuple[Any, State, Records]) -> tuple[Any, State, Records]:
+        r, state, records = carry
+        state, record = step(state, key, r + 1, last, world)
+        return r + 1, state, jax.tree.map(lambda rows, row: rows.at[r - first].set(row), records, record)
+
+    shapes = jax.eval_shape(step, state, key, first + 1, last, world)[1]
+    empty = jax.tree.map(lambda s: jnp.zeros((program.chunk, *s.shape), s.dtype), shapes)
+    _, state, records = jax.lax.while_loop(proceed, body, (jnp.asarray(first), state, empty))
+    return state, records
+
+
+def one_round(
+    program: Program, numbers: dict[str, Any], state: State, key: Any, r: Any, last: Any, world: World
+) -> tuple[State, Records]:
+    """Round r of one run. A run that has reached its target or diverged stays as it is."""
+    algorithm = rebuild(program.recipe, numbers)
+    key = jax.random.fold_in(key, r)
+    cohort = sample(jax.random.fold_in(key, 0), program.plan)
+    trips = algorithm.trips(program.plan.steps)
+    server, rows, drift = exchange_all(program, trips, state.server, state.clients, cohort, key, world)
+    after = state._replace(server=server)
+    if program.average:
+        mass = 1 + world.decay * state.average_mass
+        after = after._replace(average=state.average + (server[0] - state.average) / mass, average_mass=mass)
+    due = (r % program.eval_every == 0) | (r == last)
+    values = when(due, program, lambda: evaluate(program, after, world))
+    ok = finite(server) & (jnp.isfinite(values.get("loss", 0.0)) | ~due)
+    metric = jnp.stack([values[name] for name in program.evaluated])[world.target.index]
+    hit = due & (world.target.direction * (metric - world.target.value) >= 0)
+    state = commit(state, after._replace(reached=state.reached | hit), rows, cohort, ok)
+    values |= when(due, program, lambda: control_error(algorithm, state, world))
+    return state, {**values, "cohort": cohort, "drift": drift}
 
 
 def sample(key: Any, plan: Plan) -> Any:
@@ -133,7 +178,7 @@ def sample(key: Any, plan: Plan) -> Any:
 
 
 def exchange_all(
-    program: Program, trips: tuple[Exchange | None, ...], server: Any, clients: Any, cohort: Any, key: Any, world: World
+    program: Program, trips: tuple[Exchange, ...], server: Any, clients: Any, cohort: Any, key: Any, world: World
 ) -> tuple[Any, Any, Any]:
     """All trips of one round: the new server state, the cohort's new client states, and the drift over the cohort."""
     rows = jax.tree.map(lambda leaf: leaf[cohort], clients)
@@ -141,7 +186,6 @@ def exchange_all(
     fraction = p.sum()
     drift = jnp.zeros((), server[0].dtype)
     for number, trip in enumerate(trips, start=1):
-        assert trip is not None
         down = trip.broadcast(server)
         trip_key = jax.random.fold_in(key, number)
         work = functools.partial(work_of_client, program, trip, down, trip_key, world)
@@ -215,11 +259,12 @@ def finite(server: Any) -> Any:
 
 
 def commit(state: State, after: State, rows: Any, cohort: Any, ok: Any) -> State:
-    """The state after the round, or the last good state, marked as diverged, where the outcome is not finite."""
-    keep = functools.partial(jnp.where, ok)
+    """The state after the round; the last good state, marked as diverged, if that is not finite; no change if ended."""
+    alive = ~state.reached & ~state.diverged
+    keep = functools.partial(jnp.where, ok & alive)
     clients = jax.tree.map(lambda leaf, row: leaf.at[cohort].set(keep(row, leaf[cohort])), state.clients, rows)
     kept = jax.tree.map(keep, after._replace(clients=None), state._replace(clients=None))
-    return kept._replace(round=state.round + ok, clients=clients, diverged=~ok)
+    return kept._replace(round=state.round + (ok & alive), clients=clients, diverged=state.diverged | (alive & ~ok))
 
 
 def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
@@ -239,7 +284,9 @@ def control_error(algorithm: Algorithm, state: State, world: World) -> dict[str,
 
 
 def measure(program: Program, x: Any, world: World) -> dict[str, Any]:
-    values = {"loss": loss_at(program, x, world.examples, world.example_weights)}
+    values = {}
+    if "loss" in program.evaluated:
+        values["loss"] = loss_at(program, x, world.examples, world.example_weights)
     if program.metrics is not None:
         values |= program.metrics(program.unravel(x), world.evaluated_on)
     return {name: jnp.asarray(value, x.dtype) for name, value in values.items()}

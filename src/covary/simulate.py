@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.plan import Layout, Plan, make_plan, whole
+from covary.plan import Plan, make_plan, whole
 from covary.problem import Problem
 from covary.rounds import Program, State, Target, World, compiled, compiled_warm_start
 
@@ -48,7 +48,7 @@ class Run:
         """
         if metric not in self.history:
             raise refused("metric", f"one of {', '.join(self.history)}", repr(metric), "See run.history.")
-        hits = np.flatnonzero(_direction(metric) * (self.history[metric] - value) >= 0)
+        hits = np.flatnonzero(direction(metric) * (self.history[metric] - value) >= 0)
         return int(self.history["round"][hits[0]]) if hits.size else None
 
 
@@ -109,40 +109,25 @@ def simulate(
     >>> run.history["accuracy"].shape, run.history["cohort"].shape
     ((20,), (20, 4))
     """
-    if not isinstance(algorithm, Algorithm):
-        raise refused(
-            "algorithm", "an Algorithm", type(algorithm).__name__, "Build one, say covary.scaffold(eta_l=0.1)."
-        )
-    if not isinstance(problem, Problem):
-        raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
-    rounds, seed, eval_every = whole("rounds", rounds, 1), whole("seed", seed, 0), whole("eval_every", eval_every, 1)
-    plan, layout = make_plan(problem, algorithm, clients_per_round, local_steps, local_epochs, batch_size, weights)
-    visits = _warm_start_cohorts(algorithm, plan, rounds) if warm_start else []
-    goal = _target(target, problem)
-    decay = _decay(average)
-    x, unravel = problem.start(x0, seed)
-    if (plan.ragged_batches or plan.ragged_sizes) and not problem.loss_is_a_mean:
-        raise CovaryError(
-            "loss(params, batch) must be the mean over the examples of the batch here, because clients have batches of "
-            "different sizes; on the first examples it is not. Return a mean (not a sum), and let no example's loss "
-            "depend on the others (as BatchNorm does), or give every client the same number of examples."
-        )
-    program = Program(
-        recipe=algorithm.recipe or algorithm,
-        plan=plan,
-        loss=problem.loss,
-        metrics=problem.metrics,
-        metric_names=problem.metric_names,
-        unravel=unravel,
-        chunk=CHUNK,
+    job = prepare(
+        algorithm,
+        problem,
+        rounds=rounds,
+        clients_per_round=clients_per_round,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+        batch_size=batch_size,
+        seeds=[seed],
+        x0=x0,
+        warm_start=warm_start,
+        weights=weights,
+        target=target,
+        average=average,
         eval_every=eval_every,
-        average=average is not None,
     )
-    world = _world(problem, plan, layout, seed, goal, decay, x)
-    state = _initial(algorithm, plan, x)
-    down, up = _traffic(algorithm.trips(plan.steps), state)
-    numbers = dict(algorithm.numbers)
-
+    program, world, numbers, key = job.program, job.world, dict(algorithm.numbers), jax.random.key(seed)
+    state = initial(algorithm, job.plan, job.starts[0])
+    down, up = traffic(algorithm.trips(job.plan.steps), state)
     history: list[dict[str, np.ndarray]] = []
 
     def record(rows: dict[str, Any], count: int, per_client_down: int, per_client_up: int) -> None:
@@ -156,16 +141,16 @@ def simulate(
                 log(int(number), {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"})
 
     done = 0
-    for cohort in visits:
-        state, row = compiled_warm_start(program)(numbers, state, cohort, world)
-        padded = np.pad(cohort, (0, plan.cohort - len(cohort)), constant_values=-1)
+    for cohort in job.visits:
+        state, row = compiled_warm_start(program)(numbers, state, key, done + 1, cohort, world)
+        padded = np.pad(cohort, (0, job.plan.cohort - len(cohort)), constant_values=-1)
         row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": padded[None]}
-        record(row, int(state.round) - done, *_traffic((algorithm.warm_start,), state))
+        record(row, int(state.round) - done, *traffic((algorithm.warm_start,), state))
         done = int(state.round)
         if state.diverged:
             break
     while done < rounds and not (state.reached or state.diverged):
-        state, rows = compiled(program)(numbers, state, rounds, world)
+        state, rows = compiled(program)(numbers, state, key, rounds, world)
         record(rows, int(state.round) - done, down, up)
         done = int(state.round)
 
@@ -175,18 +160,99 @@ def simulate(
         warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
     return Run(
         algorithm=algorithm,
-        params=jax.tree.map(np.asarray, unravel(state.server[0])),
+        params=jax.tree.map(np.asarray, program.unravel(state.server[0])),
         x=state.server[0],
         server=state.server,
         clients=state.clients,
         history=columns,
-        average=None if average is None else jax.tree.map(np.asarray, unravel(state.average)),
+        average=None if average is None else jax.tree.map(np.asarray, program.unravel(state.average)),
         reached=done if state.reached else None,
         diverged=done + 1 if state.diverged else None,
     )
 
 
-def _initial(algorithm: Algorithm, plan: Plan, x: np.ndarray) -> State:
+class Job(NamedTuple):
+    """A request that has passed every check, ready for the engine."""
+
+    plan: Plan
+    program: Program
+    world: World
+    starts: list[np.ndarray]  # x^0, one a seed
+    visits: list[np.ndarray]  # the cohorts of the warm start
+
+
+def prepare(
+    algorithm: Algorithm,
+    problem: Problem,
+    *,
+    rounds: int,
+    clients_per_round: int | float | None,
+    local_steps: int | None,
+    local_epochs: int | None,
+    batch_size: int | float | None,
+    seeds: Sequence[int],
+    x0: Any,
+    warm_start: bool,
+    weights: str,
+    target: tuple[str, float] | None,
+    eval_every: int,
+    average: str | float | None = None,
+    measure_loss: bool = True,
+) -> Job:
+    """Check a request whole, before anything is compiled, and lay out what the engine needs."""
+    if not isinstance(algorithm, Algorithm):
+        raise refused(
+            "algorithm", "an Algorithm", type(algorithm).__name__, "Build one, say covary.scaffold(eta_l=0.1)."
+        )
+    if not isinstance(problem, Problem):
+        raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
+    whole("rounds", rounds, 1)
+    whole("eval_every", eval_every, 1)
+    for seed in seeds:
+        whole("seed", seed, 0)
+    plan, layout = make_plan(problem, algorithm, clients_per_round, local_steps, local_epochs, batch_size, weights)
+    visits = _warm_start_cohorts(algorithm, plan, rounds) if warm_start else []
+    names = ("loss", *problem.metric_names)
+    evaluated = names if measure_loss or len(names) == 1 or (target and target[0] == "loss") else names[1:]
+    goal = _target(target, names, evaluated)
+    decay = _decay(average)
+    starts, unravel = [], None
+    for seed in seeds:
+        x, unravel = problem.start(x0, seed)
+        starts.append(x)
+    if (plan.ragged_batches or plan.ragged_sizes) and not problem.loss_is_a_mean:
+        raise CovaryError(
+            "loss(params, batch) must be the mean over the examples of the batch here, because clients have batches of "
+            "different sizes; on the first examples it is not. Return a mean (not a sum), and let no example's loss "
+            "depend on the others (as BatchNorm does), or give every client the same number of examples."
+        )
+    assert unravel is not None
+    program = Program(
+        recipe=algorithm.recipe or algorithm,
+        plan=plan,
+        loss=problem.loss,
+        metrics=problem.metrics,
+        evaluated=evaluated,
+        unravel=unravel,
+        chunk=CHUNK,
+        eval_every=eval_every,
+        average=average is not None,
+    )
+    example_weights = None
+    if not plan.flat_weights:
+        example_weights = np.repeat(layout.p / layout.size, layout.size).astype(starts[0].dtype)
+    world = World(
+        examples=problem.data.on_device,
+        evaluated_on=problem.evaluated_on if problem.metrics is not None else None,
+        example_weights=example_weights,
+        layout=layout,
+        target=goal,
+        decay=decay,
+    )
+    return Job(plan, program, world, starts, visits)
+
+
+def initial(algorithm: Algorithm, plan: Plan, x: np.ndarray) -> State:
     def own(leaf: Any) -> np.ndarray:
         return np.array(leaf, x.dtype)
 
@@ -204,24 +270,7 @@ def _initial(algorithm: Algorithm, plan: Plan, x: np.ndarray) -> State:
     )
 
 
-def _world(
-    problem: Problem, plan: Plan, layout: Layout, seed: int, target: Target, decay: float, x: np.ndarray
-) -> World:
-    weights = None
-    if not plan.flat_weights:
-        weights = np.repeat(layout.p / layout.size, layout.size).astype(x.dtype)
-    return World(
-        examples=problem.data.on_device,
-        evaluated_on=problem.evaluated_on if problem.metrics is not None else None,
-        example_weights=weights,
-        layout=layout,
-        key=jax.random.key(seed),
-        target=target,
-        decay=decay,
-    )
-
-
-def _traffic(trips: Any, state: State) -> tuple[int, int]:
+def traffic(trips: Any, state: State) -> tuple[int, int]:
     """Bytes down to and up from one client in one round: all that `broadcast` and `finish` put on the wire."""
     server, client = state.server, jax.tree.map(lambda leaf: leaf[0], state.clients)
     total_down = total_up = 0
@@ -255,20 +304,19 @@ def _warm_start_cohorts(algorithm: Algorithm, plan: Plan, rounds: int) -> list[n
     return cohorts
 
 
-def _target(target: tuple[str, float] | None, problem: Problem) -> Target:
+def _target(target: tuple[str, float] | None, names: tuple[str, ...], evaluated: tuple[str, ...]) -> Target:
     if target is None:
         return Target(0, 1.0, np.inf)  # never met
-    names = ("loss", *problem.metric_names)
     if not isinstance(target, tuple | list) or len(target) != 2 or target[0] not in names:
         raise refused(
             "target", f"(name, value) with a name among {', '.join(names)}", repr(target), "Try ('loss', 0.1)."
         )
     if not isinstance(target[1], int | float | np.number) or not np.isfinite(target[1]):
         raise refused("target", "(name, value) with a finite value", repr(target), "Try ('loss', 0.1).")
-    return Target(names.index(target[0]), _direction(target[0]), float(target[1]))
+    return Target(evaluated.index(target[0]), direction(target[0]), float(target[1]))
 
 
-def _direction(metric: str) -> float:
+def direction(metric: str) -> float:
     """A loss or an error is to fall to its target; any other metric is to rise to it."""
     return -1.0 if metric.endswith(("loss", "error")) else 1.0
 

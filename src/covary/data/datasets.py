@@ -1,11 +1,23 @@
-"""Data sets, ready to be partitioned."""
+"""Data sets, ready to be partitioned. Images stay unsigned bytes; the models scale them inside the step."""
 
 from __future__ import annotations
 
+import zipfile
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
 import numpy as np
 
+from covary.data.idx import Official, read_pair
+from covary.errors import CovaryError, refused
 
-def digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+Labelled = tuple[np.ndarray, np.ndarray]
+EMNIST_CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
+FASHION_MNIST = "/usr/share/datasets/fashion-mnist"  # where Debian's package puts it
+
+
+def digits() -> tuple[Labelled, Labelled]:
     """scikit-learn's 8x8 handwritten digits, part of its package: 1,437 to train and 360 to test, pixels in [0, 1].
 
     >>> import covary as cv
@@ -20,3 +32,126 @@ def digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarra
     train, test = train_test_split(np.arange(len(y)), test_size=0.2, random_state=0, stratify=y)
     x = (x / 16).astype(np.float32)
     return (x[train], y[train]), (x[test], y[test])
+
+
+def emnist(root: str | Path, split: str = "byclass", paper_white: bool = False) -> tuple[Labelled, Labelled]:
+    """EMNIST's official training and test files of a split, upright, 28x28 unsigned bytes, checked by sha256.
+
+    Args:
+        root: the folder with the official `emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz`.
+        split: "byclass" (62 classes), "bymerge", "balanced" (47), "letters" (26, numbered from 0), "digits" or "mnist".
+        paper_white: False: ink is 255 on a paper of 0, as in the files. True: the other way round, as the federated
+            EMNIST of TensorFlow Federated has it, which conditions a linear model much worse.
+
+    >>> import covary as cv
+    >>> cv.datasets.emnist("/no/such/folder", "mnist")
+    Traceback (most recent call last):
+    covary.errors.CovaryError: /no/such/folder/emnist-mnist-train-images-idx3-ubyte.gz is missing. Fetch it with:
+    covary data emnist --root /no/such/folder --split mnist
+
+    Reference: Cohen, Afshar, Tapson and van Schaik 2017.
+    """
+    return _emnist_part(root, split, "train", paper_white), _emnist_part(root, split, "test", paper_white)
+
+
+def emnist_cut(root: str | Path, paper_white: bool = False) -> tuple[Labelled, Labelled]:
+    """EMNIST's official ByClass test file cut in two: 97,523 examples to train and 18,800 to test, 62 classes.
+
+    For where the 173 MB training file is not at hand. What is measured on this cut is not "official-split accuracy".
+
+    >>> import covary as cv
+    >>> cv.datasets.emnist_cut("/no/such/folder")
+    Traceback (most recent call last):
+    covary.errors.CovaryError: /no/such/folder/emnist-byclass-test-images-idx3-ubyte.gz is missing. Fetch it with:
+    covary data emnist --root /no/such/folder --split byclass
+    """
+    x, y = _emnist_part(root, "byclass", "test", paper_white)
+    order = np.random.default_rng(7).permutation(len(y))
+    test, train = order[:18_800], order[18_800:]
+    return (x[train], y[train]), (x[test], y[test])
+
+
+def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[Labelled, Labelled]:
+    """Fashion-MNIST: 60,000 images of clothes to train and 10,000 to test, 28x28 unsigned bytes, 10 classes.
+
+    Args:
+        root: the folder with the official four `.gz` files; by default where Debian's package installs them.
+
+    >>> import covary as cv
+    >>> cv.datasets.fashion_mnist("/no/such/folder")
+    Traceback (most recent call last):
+    covary.errors.CovaryError: /no/such/folder/train-images-idx3-ubyte.gz is missing. On Debian:
+    apt-get install dataset-fashion-mnist. Elsewhere put the four official files into one folder and pass it as root.
+
+    Reference: Xiao, Rasul and Vollgraf 2017.
+    """
+    fix = (
+        "On Debian: apt-get install dataset-fashion-mnist. "
+        "Elsewhere put the four official files into one folder and pass it as root."
+    )
+    root = Path(root)
+    train, test = (
+        read_pair(root / f"{part}-images-idx3-ubyte.gz", root / f"{part}-labels-idx1-ubyte.gz", fix)
+        for part in ("train", "t10k")
+    )
+    return train, test
+
+
+def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], Labelled]:
+    """UCI Heart Disease, 920 patients of four hospitals: `(x, y, hospital)` to train and `(x, y)` to test.
+
+    13 features; y is 1 for disease. A fifth of each hospital's patients is kept for testing. Missing values become
+    the training median of their feature, and features are standardised with the training mean and deviation.
+
+    Args:
+        path: an `.npz` file with `X` (NaN: missing), `y` (0 to 4) and `site` (0 to 3).
+
+    >>> import covary as cv
+    >>> cv.datasets.heart_disease("no-such-file.npz")
+    Traceback (most recent call last):
+    covary.errors.CovaryError: no-such-file.npz is missing. Pass the .npz file of the four hospitals,
+    with X, y and site.
+
+    Reference: Janosi, Steinbrunn, Pfisterer and Detrano 1988, UCI Machine Learning Repository (CC BY 4.0).
+    """
+    fix = "Pass the .npz file of the four hospitals, with X, y and site."
+    path = Path(path)
+    if not path.is_file():
+        raise CovaryError(f"{path} is missing. {fix}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            x, y, site = (np.asarray(file[name]) for name in ("X", "y", "site"))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CovaryError(f"{path} is damaged or another file ({error}). {fix}") from None
+    if x.ndim != 2 or y.shape != site.shape or len(x) != len(y):
+        raise CovaryError(f"{path} has X of shape {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
+    rng = np.random.default_rng(0)
+    shuffled = rng.permutation(len(y))
+    test = np.concatenate([rows[: len(rows) // 5] for s in np.unique(site) for rows in [shuffled[site[shuffled] == s]]])
+    train = np.setdiff1d(np.arange(len(y)), test)
+    median = np.nanmedian(x[train], axis=0)
+    x = np.where(np.isnan(x), median, x).astype(np.float32)
+    mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
+    x = (x - mean) / np.where(deviation > 0, deviation, 1)
+    y = (y > 0).astype(np.int32)
+    return (x[train], y[train], site[train]), (x[test], y[test])
+
+
+@cache
+def official_emnist() -> dict[str, Official]:
+    """sha256 and size of the 24 official files, by name."""
+    lines = (files("covary.data") / "emnist.sha256").read_text().splitlines()
+    return {name: Official(digest, int(size)) for digest, size, name in (line.split() for line in lines)}
+
+
+def _emnist_part(root: str | Path, split: str, part: str, paper_white: bool) -> Labelled:
+    if split not in EMNIST_CLASSES:
+        raise refused(
+            "split", f"one of {', '.join(EMNIST_CLASSES)}", repr(split), "The paper's has 62 classes: byclass."
+        )
+    stem = Path(root) / f"emnist-{split}-{part}"
+    fix = f"Fetch it with: covary data emnist --root {root} --split {split}"
+    images, labels = (Path(f"{stem}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+    x, y = read_pair(images, labels, fix, official_emnist())
+    x = x.swapaxes(1, 2)  # the official files are transposed
+    return np.ascontiguousarray(255 - x if paper_white else x), y - (split == "letters")

@@ -85,6 +85,22 @@ class FederatedData:
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return jax.tree.map(lambda a: a[rows], self.examples)
 
+    def label_counts(self) -> np.ndarray:
+        """How many examples of each label each client has, for examples `(x, y)` with whole-number labels.
+
+        >>> import numpy as np, covary as cv
+        >>> cv.FederatedData((np.zeros(5), np.array([0, 0, 2, 2, 1])), sizes=[2, 3]).label_counts()
+        array([[2, 0, 0],
+               [0, 1, 2]])
+        """
+        if not isinstance(self.examples, tuple) or len(self.examples) != 2 or self.examples[1].dtype.kind not in "biu":
+            raise refused(
+                "examples", "pairs (x, y) with whole-number labels", type(self.examples).__name__, "See data."
+            )
+        labels = self.examples[1].astype(int)
+        parts = np.split(labels, self.offsets[1:])
+        return np.stack([np.bincount(part, minlength=int(labels.max()) + 1) for part in parts])
+
     @cached_property
     def on_device(self) -> Any:
         """The examples as JAX arrays, sent to the device once."""

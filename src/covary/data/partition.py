@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from covary.algorithm import positive
 from covary.data.federated import FederatedData
 from covary.errors import refused
 
@@ -28,15 +29,11 @@ def by_similarity(x: Any, y: Any, n_clients: int, similarity: float, seed: int =
 
     Reference: Karimireddy et al. 2020, section "Experiments", setup.
     """
-    x, y = np.asarray(x), np.asarray(y)
-    n = len(y)
-    if len(x) != n:
-        raise refused("x and y", "of one length", f"{len(x)} and {n}", "Each row of x has its label in y.")
-    if not isinstance(n_clients, int | np.integer) or not 1 <= n_clients <= n:
-        raise refused("n_clients", f"between 1 and the {n} examples", n_clients, "Every client needs an example.")
+    x, y = _pair(x, y, n_clients)
     if not isinstance(similarity, int | float | np.number) or not 0 <= similarity <= 1:
         raise refused("similarity", "between 0 and 1", similarity, "The paper's 10 % is similarity=0.1.")
 
+    n = len(y)
     shuffled = np.random.default_rng(seed).permutation(n)
     ends = np.arange(n_clients + 1) * n // n_clients  # where client i's data would end in one long row
     iid_ends = np.round(similarity * ends).astype(int)
@@ -51,3 +48,79 @@ def by_similarity(x: Any, y: Any, n_clients: int, similarity: float, seed: int =
         ]
     )
     return FederatedData((x[order], y[order]), np.diff(ends))
+
+
+def iid(x: Any, y: Any, n_clients: int, seed: int = 0) -> FederatedData:
+    """Deal the examples at random: all clients alike. Sizes differ by at most one.
+
+    >>> import numpy as np, covary as cv
+    >>> cv.partition.iid(np.zeros((7, 2)), np.zeros(7, int), n_clients=2)
+    FederatedData(2 clients, 7 examples, 3 to 4 each)
+    """
+    return by_similarity(x, y, n_clients, similarity=1.0, seed=seed)
+
+
+def dirichlet(x: Any, y: Any, n_clients: int, alpha: float, seed: int = 0) -> FederatedData:
+    """Divide each label's examples among the clients in proportions drawn from a Dirichlet distribution.
+
+    Small `alpha`: each label lives on few clients, and sizes vary widely. Large `alpha`: all clients alike. A client
+    that would come out empty gets one example of the client that then has most.
+
+    Args:
+        x, y: the examples and their labels.
+        n_clients: how many clients to divide them among.
+        alpha: the concentration, above 0.
+        seed: decides proportions and examples.
+
+    >>> import numpy as np, covary as cv
+    >>> data = cv.partition.dirichlet(np.zeros((100, 2)), np.arange(100) % 5, n_clients=10, alpha=0.3)
+    >>> data.n_clients, data.n_examples
+    (10, 100)
+
+    Reference: Yurochkin et al. 2019; Hsu, Qi and Brown 2019.
+    """
+    x, y = _pair(x, y, n_clients)
+    positive("alpha", alpha)
+    rng = np.random.default_rng(seed)
+    owner = np.empty(len(y), int)
+    for label in np.unique(y):
+        rows = rng.permutation(np.flatnonzero(y == label))
+        ends = np.round(np.cumsum(rng.dirichlet(np.full(n_clients, alpha))) * len(rows)).astype(int)
+        owner[rows] = np.searchsorted(ends[:-1], np.arange(len(rows)), side="right")
+    sizes = np.bincount(owner, minlength=n_clients)
+    for client in np.flatnonzero(sizes == 0):
+        giver = sizes.argmax()
+        owner[np.flatnonzero(owner == giver)[0]] = client
+        sizes[giver] -= 1
+        sizes[client] += 1
+    return by_group(x, y, owner)
+
+
+def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
+    """Natural clients: one for each value of `groups` (a hospital, a writer), in ascending order of the values.
+
+    >>> import numpy as np, covary as cv
+    >>> data = cv.partition.by_group(np.arange(5), np.zeros(5, int), groups=["b", "a", "b", "c", "a"])
+    >>> [data.client(i)[0].tolist() for i in range(3)]
+    [[1, 4], [0, 2], [3]]
+    """
+    x, y = _pair(x, y, n_clients=1)
+    groups = np.asarray(groups)
+    if groups.shape != y.shape[:1]:
+        raise refused(
+            "groups", f"one value for each of the {len(y)} examples", f"shape {groups.shape}", "See by_group."
+        )
+    _, owner, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(owner, kind="stable")
+    return FederatedData((x[order], y[order]), sizes)
+
+
+def _pair(x: Any, y: Any, n_clients: Any) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.asarray(x), np.asarray(y)
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
+        raise refused(
+            "x and y", "of one length", f"shapes {x.shape} and {y.shape}", "Each row of x has its label in y."
+        )
+    if isinstance(n_clients, bool) or not isinstance(n_clients, int | np.integer) or not 1 <= n_clients <= len(y):
+        raise refused("n_clients", f"between 1 and the {len(y)} examples", n_clients, "Every client needs an example.")
+    return x, y

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from covary.errors import CovaryError
+
 
 class RunFolder:
     """A folder for one command's results. Each line of `results.jsonl` is whole as soon as it is appended.
@@ -38,6 +40,15 @@ class RunFolder:
                 continue
             return cls(path)
         raise FileExistsError(f"1,000 run folders named {stem} exist already under {parent}.")
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records so far; a last line cut off by a crash is left out."""
+        if not self.results.is_file():
+            raise CovaryError(
+                f"{self.path} is not a run folder: it has no results.jsonl. Pass a folder that covary made."
+            )
+        lines = self.results.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
 
     def append(self, record: dict[str, Any]) -> None:
         with self.results.open("a", encoding="utf-8") as file:

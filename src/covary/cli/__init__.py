@@ -1,0 +1,31 @@
+"""The command-line program `covary`."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+
+from covary.cli import compare, data, reproduce, train
+from covary.errors import CovaryError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command()(compare.compare)
+app.command()(train.run)
+app.command()(train.sweep)
+app.command()(reproduce.reproduce)
+app.add_typer(data.app, name="data")
+
+
+@app.callback()
+def covary() -> None:
+    """Federated learning that does not drift: SCAFFOLD and its family."""
+
+
+def main() -> None:
+    """Entry point: covary's own refusals are one line on the terminal and exit code 2, never a traceback."""
+    try:
+        app()
+    except CovaryError as error:
+        Console(stderr=True, highlight=False).print("[red]Error:[/red]", end=" ")
+        Console(stderr=True, highlight=False).print(str(error), markup=False, soft_wrap=True)
+        raise SystemExit(2) from None

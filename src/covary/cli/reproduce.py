@@ -1,0 +1,78 @@
+"""`covary reproduce`: the paper's figure and tables, measured again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covary.cli.common import Out, bar, console
+from covary.errors import CovaryError, refused
+from covary.plan import whole
+from covary.report.folder import RunFolder
+
+
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help="fig3, table3, table4, table5 or all.")],
+    data: Annotated[Path, typer.Option(help="Folder with EMNIST's official files.")] = Path("data"),
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller data and fewer rounds, the same code.")] = False,
+    pixels: Annotated[str, typer.Option(help="paper-white, ink, or auto: what lands nearest to the paper.")] = "auto",
+    seeds: Annotated[int | None, typer.Option(help="How many seeds. [default: 3; quick: 1]")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with a run folder that was stopped.")] = None,
+    out: Out = Path("runs"),
+) -> None:
+    """Reproduce a figure or table of the SCAFFOLD paper, and check its claims on what is measured.
+
+    The tables need EMNIST: covary data emnist --root data. Without a GPU use --quick.
+
+    Example: covary reproduce table3 --data data --quick
+    """
+    from covary.experiments.reproduce import EXPERIMENTS
+
+    if experiment != "all" and experiment not in EXPERIMENTS:
+        raise refused("EXPERIMENT", f"one of {', '.join(EXPERIMENTS)}, all", experiment, "Try: covary reproduce fig3.")
+    if pixels not in ("auto", "paper-white", "ink"):
+        raise refused("--pixels", "auto, paper-white or ink", pixels, "Leave it out for what is nearest to the paper.")
+    if resume is not None and experiment == "all":
+        raise CovaryError("--resume goes on with one experiment: name it instead of all.")
+    if seeds is not None:
+        whole("--seeds", seeds, 1)
+    options = [*(["--quick"] if quick else []), *(["--pixels", pixels] if pixels != "auto" else [])]
+    options += [] if seeds is None else ["--seeds", str(seeds)]
+    for name in EXPERIMENTS if experiment == "all" else (experiment,):
+        folder = RunFolder(resume) if resume is not None else RunFolder.create(f"reproduce-{name}", out)
+        command = " ".join(["covary reproduce", name, *([] if name == "fig3" else ["--data", "DIR", *options])])
+        paper_white = None if pixels == "auto" else pixels == "paper-white"
+        try:
+            _reproduce(name, data, folder, command, quick, paper_white, seeds)
+        except KeyboardInterrupt:
+            again = " ".join(["covary reproduce", name, "--data", str(data), *options, "--resume", str(folder.path)])
+            console.print(f"\nStopped. What was measured is kept. To go on: {again}", soft_wrap=True)
+            raise typer.Exit(130) from None
+
+
+def _reproduce(
+    name: str, data: Path, folder: RunFolder, command: str, quick: bool, paper_white: bool | None, seeds: int | None
+) -> None:
+    from covary.experiments.reproduce import cells_of, outcome, run_figure, run_table, write_up
+    from covary.report.tables import claims_table, plain_table
+
+    if name == "fig3":
+        run_figure(folder, command)
+    else:
+        with bar("cells") as progress:
+            held = len(folder.read()) - 1 if folder.results.exists() else 0
+            task = progress.add_task("reading EMNIST", total=cells_of(name, quick), completed=held)
+
+            def log(cell: str, number: int, values: dict[str, float]) -> None:
+                progress.update(task, description=f"{cell}: round {number}, {values['running']:g} runs going on")
+
+            for _ in run_table(name, data, folder, command, quick, paper_white, seeds, log):
+                progress.advance(task)
+    result = outcome(folder)
+    console.print(plain_table(f"{name}: {result.header['data']}", *result.table))
+    console.print(claims_table(result.claims))
+    console.print(f"{result.seconds:.0f} s on {result.header['device']}, compilation included")
+    for path in write_up(result, folder.path):
+        console.print(f"Written: {path}", soft_wrap=True)

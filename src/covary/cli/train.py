@@ -1,0 +1,159 @@
+"""`covary run` and `covary sweep`: one algorithm on handwritten digits, once or over a grid."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from covary.cli import common
+from covary.cli.common import bar, console, factory_of
+from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.plan import whole
+from covary.report.folder import RunFolder
+
+
+def run(
+    algorithm: common.Name,
+    eta_l: Annotated[float, typer.Option(help="Local step-size.")] = 0.3,
+    eta_g: Annotated[float | None, typer.Option(help="Global step-size.")] = None,
+    mu: Annotated[float | None, typer.Option(help="Proximal strength (fedprox, dane).")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Regulariser (feddyn).")] = None,
+    eta: Annotated[float | None, typer.Option(help="Weight of the global gradient (dane).")] = None,
+    option: Annotated[str | None, typer.Option(help="Control variate, I or II (scaffold).")] = None,
+    rounds: common.Rounds = 100,
+    clients: common.Clients = 20,
+    similarity: common.Similarity = 0.0,
+    clients_per_round: common.PerRound = 0.2,
+    local_steps: common.Steps = None,
+    local_epochs: common.Epochs = None,
+    batch_size: common.Batch = 0.2,
+    hidden: common.Hidden = 0,
+    warm_start: common.WarmStart = False,
+    weights: common.Weights = "uniform",
+    target: common.Target = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    out: common.Out = Path("runs"),
+) -> None:
+    """Run one algorithm on handwritten digits and show how it goes.
+
+    Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
+    """
+    from covary.experiments.digits import digits_problem
+    from covary.simulate import simulate
+
+    given = {"eta_l": eta_l, "eta_g": eta_g, "mu": mu, "alpha": alpha, "eta": eta, "option": option}
+    chosen = _build(algorithm, given)
+    problem = digits_problem(clients, similarity, hidden)
+    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
+    folder: RunFolder | None = None
+    last: dict[str, float] = {}
+    started = time.perf_counter()
+    with bar("rounds") as progress, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DivergenceWarning)
+        task = progress.add_task("compiling", total=rounds)
+
+        def log(number: int, values: dict[str, float]) -> None:
+            nonlocal folder
+            folder = folder or RunFolder.create(f"run-{algorithm}", out)
+            folder.append({"round": number, **values})
+            last.update(values, round=number)
+            what = f"{algorithm}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.4f}"
+            progress.update(task, completed=number, description=what)
+
+        try:
+            result = simulate(chosen, problem, rounds=rounds, seed=seed, log=log, **options)
+        except KeyboardInterrupt:
+            where = f" The {last['round']:g} rounds done are in {folder.results}." if folder else ""
+            console.print(f"\nStopped.{where}", soft_wrap=True)
+            raise typer.Exit(130) from None
+    for warning in caught:
+        console.print(str(warning.message), style="yellow", markup=False)
+    if folder is not None:
+        console.print(
+            f"{chosen}: {result.rounds} rounds in {time.perf_counter() - started:.1f} s, "
+            f"loss {last['loss']:.4f}, test accuracy {last['accuracy']:.4f}",
+            soft_wrap=True,
+        )
+        if result.reached:
+            console.print(f"Reached test accuracy {target:g} in round {result.reached}.")
+        console.print(f"Rounds: {folder.results}", soft_wrap=True)
+    if result.diverged:
+        raise typer.Exit(1)
+
+
+def sweep(
+    algorithm: common.Name,
+    eta_l: Annotated[str, typer.Option(help="Local step-sizes, separated by commas.")] = "0.03,0.1,0.3,1,3",
+    eta_g: Annotated[str | None, typer.Option(help="Global step-sizes, likewise.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    rounds: common.Rounds = 100,
+    clients: common.Clients = 20,
+    similarity: common.Similarity = 0.0,
+    clients_per_round: common.PerRound = 0.2,
+    local_steps: common.Steps = None,
+    local_epochs: common.Epochs = None,
+    batch_size: common.Batch = 0.2,
+    hidden: common.Hidden = 0,
+    warm_start: common.WarmStart = False,
+    weights: common.Weights = "uniform",
+    target: common.Target = None,
+    race: Annotated[bool, typer.Option("--race", help="Stop when the best is certain (needs --target).")] = False,
+    out: common.Out = Path("runs"),
+) -> None:
+    """Try every combination of step-sizes and seeds on handwritten digits, as one compiled program.
+
+    Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
+    """
+    from covary.experiments.digits import digits_problem
+    from covary.report.tables import sweep_table
+    from covary.sweep import sweep as swept
+
+    factory = factory_of(algorithm)
+    grid = {"eta_l": _numbers("--eta-l", eta_l)}
+    if eta_g is not None:
+        grid["eta_g"] = _numbers("--eta-g", eta_g)
+    problem = digits_problem(clients, similarity, hidden)
+    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
+    started = time.perf_counter()
+    try:
+        with bar("rounds") as progress:
+            task = progress.add_task("compiling", total=rounds)
+
+            def log(number: int, values: dict[str, float]) -> None:
+                progress.update(task, completed=number, description=f"{algorithm}  {values['running']:g} runs going on")
+
+            all_seeds = list(range(whole("--seeds", seeds, 1)))
+            tried = swept(factory, problem, grid, rounds=rounds, seeds=all_seeds, race=race, log=log, **options)
+    except KeyboardInterrupt:
+        console.print("\nStopped. Nothing was kept: a sweep's runs end together.")
+        raise typer.Exit(130) from None
+    folder = RunFolder.create(f"sweep-{algorithm}", out)
+    for row in tried.table:
+        folder.append(row)
+    seconds = time.perf_counter() - started
+    console.print(sweep_table(tried, f"{algorithm} on digits: {len(tried.table)} runs in {seconds:.1f} s"))
+    console.print(f"Raw results: {folder.results}", soft_wrap=True)
+
+
+def _build(name: str, given: dict[str, Any]) -> Any:
+    """The algorithm with the options that were given; one that it does not have is refused."""
+    factory = factory_of(name)
+    parameters = inspect.signature(factory).parameters
+    given = {key: value for key, value in given.items() if value is not None}
+    for key in given:
+        if key not in parameters:
+            own = ", ".join("--" + p.replace("_", "-") for p in parameters)
+            raise CovaryError(f"--{key.replace('_', '-')} is not an option of {name}. Its options are {own}.")
+    return factory(**given)
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise refused(option, "numbers separated by commas", repr(text), "Try 0.1,0.3,1.") from None

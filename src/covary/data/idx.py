@@ -1,0 +1,99 @@
+"""Reading IDX files (the format of MNIST and its kin), gzipped, without trusting them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from covary.errors import CovaryError
+
+MAGIC = {"images": 0x00000803, "labels": 0x00000801}  # unsigned bytes in three dimensions or in one
+LARGEST = 2**31  # bytes an unpacked file may have; EMNIST's largest has 547 million
+
+
+class Official(NamedTuple):
+    """What is known of an official file."""
+
+    sha256: str
+    size: int
+
+
+def read_idx(path: Path, kind: str, fix: str, official: Mapping[str, Official] | None = None) -> np.ndarray:
+    """The array in a gzipped IDX file of `kind` "images" or "labels", checked against the official list if given.
+
+    An unpacked file is never larger than its own header says, nor than `LARGEST`.
+    """
+    if not path.is_file():
+        raise CovaryError(f"{path} is missing. {fix}")
+    if official is not None:
+        _check_official(path, fix, official)
+    try:
+        with gzip.open(path) as file:
+            magic, count = struct.unpack(">II", _exactly(file, 8))
+            if magic != MAGIC[kind]:
+                raise CovaryError(f"{path} is not a file of {kind}: {_told(magic, kind)}. {fix}")
+            shape = (count,) if kind == "labels" else (count, *struct.unpack(">II", _exactly(file, 8)))
+            if math.prod(shape) > LARGEST:
+                raise CovaryError(
+                    f"{path} declares {math.prod(shape):,} bytes, more than any data set read here. {fix}"
+                )
+            data = _exactly(file, math.prod(shape))
+            if file.read(1):
+                raise CovaryError(f"{path} is longer than its header says ({shape}). {fix}")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CovaryError(f"{path} is cut short or not a gzip file ({error}). {fix}") from None
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def read_pair(images: Path, labels: Path, fix: str, official: Mapping[str, Official] | None = None):
+    """Images of shape (n, height, width) and their n labels."""
+    x, y = read_idx(images, "images", fix, official), read_idx(labels, "labels", fix, official)
+    if len(x) != len(y):
+        raise CovaryError(
+            f"{images} has {len(x)} images but {labels} has {len(y)} labels: they do not belong together. {fix}"
+        )
+    return x, y
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_official(path: Path, fix: str, official: Mapping[str, Official]) -> None:
+    digest, expected = sha256_of(path), official[path.name]
+    if digest == expected.sha256:
+        return
+    other = next((name for name, file in official.items() if file.sha256 == digest), None)
+    size = path.stat().st_size
+    if other is not None:
+        reason = f"it is the official {other} under another name"
+    elif size != expected.size:
+        reason = f"it has {size:,} bytes, the official file {expected.size:,}"
+    else:
+        reason = f"its sha256 is {digest}, the official one {expected.sha256}"
+    raise CovaryError(f"{path} is not the official file: {reason}. {fix}")
+
+
+def _exactly(file: gzip.GzipFile, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise EOFError(f"{count - len(data):,} bytes are missing at its end")
+    return data
+
+
+def _told(magic: int, kind: str) -> str:
+    other = next((name for name, number in MAGIC.items() if number == magic), None)
+    return (
+        f"it holds {other}, were the files swapped?"
+        if other
+        else f"it starts with {magic:#010x}, not {MAGIC[kind]:#010x}"
+    )

@@ -1,0 +1,210 @@
+"""What the paper's EMNIST experiments share: the data, fair tuning, and claims that are checked on measurements."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covary.algorithm import Algorithm
+from covary.algorithms import fedavg, fedprox, scaffold, sgd
+from covary.data import datasets, partition
+from covary.models import logistic_regression, mlp
+from covary.problem import Problem, supervised
+from covary.sweep import Sweep, sweep
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "sgd": sgd,
+    "fedavg": fedavg,
+    "fedprox": fedprox,
+    "scaffold": scaffold,
+}
+RATIO = 10**0.5  # between neighbouring step-sizes
+Log = Callable[[str, int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell of a table: everything but the step-size, which is tuned."""
+
+    algorithm: str
+    similarity: float
+    local_epochs: int = 5
+    clients_per_round: float = 0.2
+
+    def __str__(self) -> str:
+        epochs = "" if self.algorithm == "sgd" else f", {self.local_epochs} epochs"
+        return (
+            f"{self.algorithm}, {100 * self.similarity:g} % similar, {100 * self.clients_per_round:g} % sampled{epochs}"
+        )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is tried: the paper's scale, or a `quick` form of it with the same code."""
+
+    clients: int = 100
+    examples: int | None = None  # of the training data; None for all
+    rounds: int = 1000
+    seeds: tuple[int, ...] = (0, 1, 2)
+    step_sizes: int = 8
+    eval_every: int = 1
+    hidden: int = 200  # units of the 2-layer network, which the paper does not state
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured in one cell, at its best step-size."""
+
+    setting: Setting
+    eta_l: float
+    rounds: list[int | None]  # to the target, per seed
+    accuracy: list[float]  # the best test accuracy, per seed
+    tried: list[dict[str, Any]]  # every member of the sweep
+    seconds: float
+
+    @property
+    def mean_rounds(self) -> float:
+        return float(np.mean([np.inf if r is None else r for r in self.rounds]))
+
+    @property
+    def mean_accuracy(self) -> float:
+        return float(np.mean(self.accuracy))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, and whether it holds of what was measured here."""
+
+    text: str
+    holds: bool
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Emnist:
+    """The images of the paper's experiments."""
+
+    train: tuple[np.ndarray, np.ndarray]
+    test: tuple[np.ndarray, np.ndarray]
+    source: str
+
+    def problem(self, similarity: float, budget: Budget, network: bool = False) -> Problem:
+        x, y = self.train
+        if budget.examples is not None:
+            chosen = np.random.default_rng(0).permutation(len(y))[: budget.examples]
+            x, y = x[chosen], y[chosen]
+        model = mlp(784, budget.hidden, 62) if network else logistic_regression(784, 62)
+        return supervised(model, partition.by_similarity(x, y, budget.clients, similarity), self.test)
+
+
+def load_emnist(root: str | Path, paper_white: bool) -> Emnist:
+    """EMNIST ByClass: the official split where its training file is there, or else the test file cut in two."""
+    pixels = "paper = 1, ink = 0" if paper_white else "ink = 1, paper = 0"
+    if (Path(root) / "emnist-byclass-train-images-idx3-ubyte.gz").is_file():
+        train, test = datasets.emnist(root, "byclass", paper_white)
+        return Emnist(train, test, f"EMNIST ByClass, official split, {pixels}")
+    train, test = datasets.emnist_cut(root, paper_white)
+    return Emnist(train, test, f"EMNIST ByClass, the official test file cut into 97,523 + 18,800 examples, {pixels}")
+
+
+def step_sizes(centre: float, count: int) -> list[float]:
+    """`count` step-sizes a factor of √10 apart around a centre: ..., 0.00316, 0.01, 0.0316, 0.1, ..."""
+    return [_half_decade(centre * RATIO ** (i - (count - 1) // 2)) for i in range(count)]
+
+
+def _half_decade(value: float) -> float:
+    return float(f"{10 ** (round(2 * np.log10(value)) / 2):.3g}")
+
+
+def attempt(
+    setting: Setting,
+    problem: Problem,
+    budget: Budget,
+    grid: Sequence[float],
+    rounds: int,
+    target: float | None,
+    log: Log | None = None,
+) -> Sweep:
+    """The runs of a cell at some step-sizes, with every seed: a race to the target accuracy if there is one."""
+    return sweep(
+        ALGORITHMS[setting.algorithm],
+        problem,
+        {"eta_l": list(grid)},
+        rounds=rounds,
+        seeds=budget.seeds,
+        clients_per_round=setting.clients_per_round,
+        local_epochs=setting.local_epochs,
+        batch_size=0.2,
+        target=None if target is None else ("accuracy", target),
+        eval_every=budget.eval_every,
+        race=target is not None,
+        log=functools.partial(log, str(setting)) if log is not None else None,
+    )
+
+
+def tune(
+    setting: Setting,
+    problem: Problem,
+    budget: Budget,
+    centre: float,
+    target: float | None,
+    log: Log | None = None,
+) -> Cell:
+    """Find the best step-size of a cell, as the paper does for every algorithm.
+
+    Best is the fewest mean rounds to the target accuracy or, without a target, the best mean accuracy. A best that
+    lies at an end of the grid is not trusted: the grid is continued until it lies inside.
+    """
+    started = time.perf_counter()
+    grid = step_sizes(centre, budget.step_sizes)
+    members = attempt(setting, problem, budget, grid, budget.rounds, target, log).table
+    for _ in range(6):
+        best, least = _best(members), min(m["eta_l"] for m in members)
+        if best not in (least, max(m["eta_l"] for m in members)):
+            break
+        beyond = _half_decade(best / RATIO if best == least else best * RATIO)
+        score = _score(members, best)[0]
+        rounds = budget.rounds if np.isinf(score) else min(budget.rounds, int(2 * score) + 1)
+        members += attempt(setting, problem, budget, [beyond], rounds, target, log).table
+    best = _best(members)
+    chosen = [m for m in members if m["eta_l"] == best]
+    return Cell(
+        setting=setting,
+        eta_l=best,
+        rounds=[m["reached"] for m in chosen],
+        accuracy=[m["best_accuracy"] or 0.0 for m in chosen],
+        tried=members,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _score(members: list[dict[str, Any]], eta_l: float) -> tuple[float, float]:
+    """Smaller is better: mean rounds to the target, then the best accuracy's negative."""
+    own = [m for m in members if m["eta_l"] == eta_l]
+    rounds = np.mean([np.inf if m["reached"] is None else m["reached"] for m in own])
+    return float(rounds), -float(np.mean([m["best_accuracy"] or 0.0 for m in own]))
+
+
+def _best(members: list[dict[str, Any]]) -> float:
+    return min({m["eta_l"] for m in members}, key=lambda eta_l: _score(members, eta_l))
+
+
+def cell_from(record: dict[str, Any]) -> Cell:
+    """A cell from its JSON record."""
+    return Cell(**{**record, "setting": Setting(**record["setting"])})
+
+
+def find(cells: Sequence[Cell], **wanted: Any) -> Cell:
+    """The cell of a setting, by any of its fields."""
+    return next(c for c in cells if all(getattr(c.setting, name) == value for name, value in wanted.items()))
+
+
+def shown(rounds: float, limit: int) -> str:
+    """A number of rounds as the paper prints it: 1k+ where the limit was not enough."""
+    return f"{rounds:.0f}" if np.isfinite(rounds) else f"{limit:,}+".replace("1,000+", "1k+")

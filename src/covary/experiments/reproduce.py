@@ -1,0 +1,182 @@
+"""Running an experiment of the paper, keeping what was measured, and writing it up."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from covary.errors import CovaryError
+from covary.experiments import fig3, table3, table4, table5
+from covary.experiments.common import Budget, Cell, Claim, Log, Setting, cell_from, load_emnist
+from covary.report.folder import RunFolder
+
+TABLES = {"table3": table3, "table4": table4, "table5": table5}
+EXPERIMENTS = ("fig3", *TABLES)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything a report says of an experiment."""
+
+    name: str
+    header: dict[str, Any]
+    table: tuple[list[str], list[list[str]]]
+    claims: list[Claim]
+    results: list[Any]  # cells, or the curves of the figure
+    seconds: float
+
+
+def run_table(
+    name: str,
+    root: Path,
+    folder: RunFolder,
+    command: str,
+    quick: bool = False,
+    paper_white: bool | None = None,
+    seeds: int | None = None,
+    log: Log | None = None,
+) -> Iterator[Cell]:
+    """Measure every cell that the folder does not hold yet, and keep each as soon as it is known."""
+    table = TABLES[name]
+    budget: Budget = table.QUICK if quick else Budget()
+    budget = budget if seeds is None else replace(budget, seeds=tuple(range(seeds)))
+    emnist = load_emnist(root, table.PAPER_WHITE if paper_white is None else paper_white)
+    header = {
+        "kind": "header",
+        "experiment": name,
+        "data": emnist.source,
+        "quick": quick,
+        "budget": asdict(budget),
+        "command": command,
+        **machine(),
+    }
+    done = _held(folder, header)
+    for cell in table.run(emnist, budget, [s for s in table.settings(quick) if s not in done], quick, log):
+        folder.append({"kind": "cell", **asdict(cell)})
+        yield cell
+
+
+def run_figure(folder: RunFolder, command: str) -> None:
+    folder.append({"kind": "header", "experiment": "fig3", "data": "simulated", "command": command, **machine()})
+    started = time.perf_counter()
+    for curve in fig3.run():
+        folder.append({"kind": "curve", "seconds": time.perf_counter() - started, **curve})
+        started = time.perf_counter()
+
+
+def cells_of(name: str, quick: bool) -> int:
+    """How many cells a table has."""
+    return len(TABLES[name].settings(quick))
+
+
+def outcome(folder: RunFolder) -> Outcome:
+    """What the folder holds, as a table and as claims that hold or not."""
+    header, *records = folder.read()
+    name = header["experiment"]
+    seconds = sum(record.get("seconds", 0.0) for record in records)
+    records = [{k: v for k, v in record.items() if k != "kind"} for record in records]
+    if name == "fig3":
+        return Outcome(name, header, fig3.rows(records), fig3.claims(records), records, seconds)
+    cells = [cell_from(record) for record in records]
+    missing = cells_of(name, header["quick"]) - len(cells)
+    if missing:
+        raise CovaryError(
+            f"{folder.path} lacks {missing} cells. Finish it: covary reproduce {name} --resume {folder.path}"
+        )
+    table, limit = TABLES[name], header["budget"]["rounds"]
+    return Outcome(name, header, table.rows(cells, limit), table.claims(cells, limit), cells, seconds)
+
+
+def write_up(result: Outcome, folder: Path) -> list[Path]:
+    """The outcome as Markdown, JSON and a plot."""
+    from covary.report import paper_plots
+
+    title = fig3.TITLE if result.name == "fig3" else TABLES[result.name].TITLE
+    picture = folder / f"{result.name}.png"
+    paper_plots.draw(result, title, picture)
+    page, data = folder / f"{result.name}.md", folder / f"{result.name}.json"
+    page.write_text(_markdown(result, title), encoding="utf-8")
+    data.write_text(json.dumps(_json(result), indent=1) + "\n", encoding="utf-8")
+    return [page, data, picture]
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that figures are measured with."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{len(jax.devices())} × {device.device_kind}" if device.platform != "cpu" else _cpu(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("jax", "jaxlib", "numpy")},
+        },
+    }
+
+
+def _cpu() -> str:
+    import os
+
+    return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def _held(folder: RunFolder, header: dict[str, Any]) -> set[Setting]:
+    """The settings that the folder holds already; a new folder gets the header."""
+    if not folder.results.exists():
+        folder.append(header)
+        return set()
+    first, *records = folder.read()
+    for key in ("experiment", "data", "quick", "budget"):
+        if json.loads(json.dumps(header[key])) != first[key]:
+            raise CovaryError(
+                f"{folder.path} was begun with {key} = {first[key]}, not {header[key]}. "
+                "Give the same options, or start anew."
+            )
+    return {cell_from({k: v for k, v in record.items() if k != "kind"}).setting for record in records}
+
+
+def _markdown(result: Outcome, title: str) -> str:
+    header, (columns, body) = result.header, result.table
+    module = fig3 if result.name == "fig3" else TABLES[result.name]
+    about = (module.__doc__ or "").strip()
+    versions = ", ".join(f"{name} {number}" for name, number in header["versions"].items())
+    lines = [f"# {title}", "", about, ""]
+    if header.get("quick"):
+        lines += ["**Quick form**: smaller data and fewer rounds, the same code. Not the paper's scale.", ""]
+    lines += [
+        f"- Data: {header['data']}.",
+        f"- Command: `{header['command']}`, {result.seconds:.0f} s in all, compilation included.",
+        f"- Machine: {header['device']}; {versions}.",
+    ]
+    if "budget" in header:
+        b = header["budget"]
+        tuned = f"{b['step_sizes']} step-sizes a factor of √10 apart, more where the best lay at an end"
+        lines += [f"- {len(b['seeds'])} seeds: means, with the least and the greatest or ± one deviation; {tuned}."]
+    lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in body]
+    lines += ["", f"![{title}]({result.name}.png)", "", "## What the paper says of it", ""]
+    lines += [f"- **{'holds' if c.holds else 'does not hold'}**: {c.text} ({c.evidence})" for c in result.claims]
+    if result.name != "fig3":
+        lines += ["", "## The step-sizes chosen", "", "| cell | eta_l |", "|---|---|"]
+        lines += [f"| {cell.setting} | {cell.eta_l:g} |" for cell in result.results]
+    return "\n".join(lines) + "\n"
+
+
+def _json(result: Outcome) -> dict[str, Any]:
+    results = result.results if result.name == "fig3" else [asdict(cell) for cell in result.results]
+    for record in results:
+        for member in record.get("tried", []):
+            for key, value in member.items():
+                member[key] = round(value, 4) if isinstance(value, float) and key != "eta_l" else value
+    return {
+        **{k: v for k, v in result.header.items() if k != "kind"},
+        "seconds": round(result.seconds, 1),
+        "claims": [asdict(claim) for claim in result.claims],
+        "results": results,
+    }

@@ -1,0 +1,102 @@
+"""Table 4 of the paper: rounds to 0.45 test accuracy with logistic regression on EMNIST, by the clients sampled.
+
+100 clients, 5 local epochs of 5 steps, eta_g = 1, eta_l tuned for every cell, at most 1,000 rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from covary.experiments.common import Budget, Cell, Claim, Emnist, Log, Setting, find, shown, tune
+
+TITLE = "Rounds to 0.45 test accuracy, logistic regression on EMNIST, by the share of clients sampled"
+PAPER_WHITE = True
+TARGET = 0.45
+SIMILARITIES = (0.0, 0.1)
+FRACTIONS = (0.2, 0.05, 0.01)
+CENTRE = {"scaffold": 0.0316, "fedavg": 0.0316}
+PAPER = {  # the paper's own numbers; None: more than 1,000
+    ("scaffold", 0.0): (143, 290, 790),
+    ("scaffold", 0.1): (9, 13, 28),
+    ("fedavg", 0.0): (179, 334, None),
+    ("fedavg", 0.1): (12, 17, 35),
+}
+QUICK = Budget(clients=20, examples=6000, rounds=200, seeds=(0,), step_sizes=3)
+QUICK_TARGET, QUICK_FRACTIONS = 0.3, (0.2, 0.05)
+
+
+def settings(quick: bool) -> list[Setting]:
+    fractions = QUICK_FRACTIONS if quick else FRACTIONS
+    return [Setting(a, s, 5, fraction) for s in SIMILARITIES for a in CENTRE for fraction in fractions]
+
+
+def run(emnist: Emnist, budget: Budget, todo: Sequence[Setting], quick: bool, log: Log | None) -> Iterator[Cell]:
+    target = QUICK_TARGET if quick else TARGET
+    problems = {s: emnist.problem(s, budget) for s in {setting.similarity for setting in todo}}
+    for setting in todo:
+        yield tune(setting, problems[setting.similarity], budget, CENTRE[setting.algorithm], target, log)
+
+
+def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
+    """One row for each algorithm and share, with the slow-down against the largest share; the paper's in brackets."""
+    fractions = sorted({c.setting.clients_per_round for c in cells}, reverse=True)
+    columns = [f"{100 * s:g} % similarity{what}" for s in SIMILARITIES for what in ("", " (the paper)")]
+    body = []
+    for algorithm in CENTRE:
+        for fraction in fractions:
+            row = [algorithm, f"{100 * fraction:g} %"]
+            for s in SIMILARITIES:
+                own = find(cells, algorithm=algorithm, similarity=s, clients_per_round=fraction)
+                base = find(cells, algorithm=algorithm, similarity=s, clients_per_round=fractions[0]).mean_rounds
+                row += [_entry(own, base, limit), _papers(algorithm, s, fraction)]
+            body.append(row)
+    return ["algorithm", "clients", *columns], body
+
+
+def _entry(cell: Cell, base: float, limit: int) -> str:
+    if not np.isfinite(cell.mean_rounds):
+        return shown(cell.mean_rounds, limit)
+    seen = [r for r in cell.rounds if r is not None]
+    spread = f" [{min(seen)}–{max(seen)}]" if len(seen) > 1 else ""
+    return f"{shown(cell.mean_rounds, limit)}{spread} ({cell.mean_rounds / base:.1f}×)"
+
+
+def _papers(algorithm: str, similarity: float, fraction: float) -> str:
+    if fraction not in FRACTIONS:
+        return ""
+    numbers = PAPER[algorithm, similarity]
+    own = numbers[FRACTIONS.index(fraction)]
+    return "1k+" if own is None else f"{own} ({own / numbers[0]:.1f}×)"
+
+
+def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
+    fractions = sorted({c.setting.clients_per_round for c in cells}, reverse=True)
+
+    def rounds(algorithm: str, similarity: float) -> list[float]:
+        wanted = {"algorithm": algorithm, "similarity": similarity}
+        return [find(cells, **wanted, clients_per_round=f).mean_rounds for f in fractions]
+
+    def line(algorithm: str, similarity: float) -> str:
+        return f"{algorithm} at {100 * similarity:g} %: " + "/".join(
+            shown(r, limit) for r in rounds(algorithm, similarity)
+        )
+
+    fewer = fractions[0] / fractions[-1]
+    slow = {(a, s): rounds(a, s)[-1] / rounds(a, s)[0] for a in CENTRE for s in SIMILARITIES}
+    all_lines = "; ".join(line(a, s) for s in SIMILARITIES for a in CENTRE)
+    pairs = [pair for s in SIMILARITIES for pair in zip(rounds("scaffold", s), rounds("fedavg", s), strict=True)]
+    return [
+        Claim("SCAFFOLD is faster than FedAvg at every share and similarity.", all(a < b for a, b in pairs), all_lines),
+        Claim(
+            f"The slow-down under sampling is sub-linear: {fewer:g} times fewer clients, under {fewer:g}× the rounds.",
+            all(value < fewer for value in slow.values()),
+            "; ".join(f"{a} at {100 * s:g} %: {value:.1f}×" for (a, s), value in slow.items()),
+        ),
+        Claim(
+            "More similar clients make both methods more resilient to sampling.",
+            all(slow[a, SIMILARITIES[1]] <= slow[a, SIMILARITIES[0]] for a in CENTRE),
+            "; ".join(f"{a}: {slow[a, 0.0]:.1f}× at 0 %, {slow[a, 0.1]:.1f}× at 10 %" for a in CENTRE),
+        ),
+    ]

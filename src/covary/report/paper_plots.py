@@ -1,0 +1,135 @@
+"""The paper's figure and tables as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covary.report.plots import STYLES, new_figure
+
+CURVES = {  # the colours that the paper's caption names
+    ("fedavg", 2): ("#E69F00", "K = 2"),
+    ("fedavg", 10): ("#D62728", "K = 10"),
+    ("scaffold", 2): ("#56B4E9", "K = 2"),
+    ("scaffold", 10): ("#0072B2", "K = 10"),
+}
+
+
+def draw(result: Any, title: str, path: Path) -> None:
+    """Draw an `Outcome` of any experiment."""
+    {"fig3": _fig3, "table3": _table3, "table4": _table4, "table5": _table5}[result.name](result, title, path)
+
+
+def _fig3(result: Any, title: str, path: Path) -> None:
+    """The paper's 2 × 3 panel: FedAvg above, SCAFFOLD below, G growing to the right, SGD dashed in each."""
+    Gs = sorted({curve["G"] for curve in result.results})
+    figure = new_figure(10, 5.6)
+    axes = figure.subplots(2, len(Gs), sharex=True, sharey="col", squeeze=False)
+    for row, name in enumerate(("fedavg", "scaffold")):
+        for column, G in enumerate(Gs):
+            ax = axes[row][column]
+            for curve in (c for c in result.results if c["G"] == G and c["algorithm"] in ("sgd", name)):
+                sgd = curve["algorithm"] == "sgd"
+                colour, label = ("#000000", "SGD") if sgd else CURVES[name, curve["K"]]
+                values = np.maximum(curve["f"], 1e-12)
+                ax.semilogy(np.arange(1, len(values) + 1), values, "--" if sgd else "-", color=colour, label=label)
+            ax.set_title(f"{'FedAvg' if row == 0 else 'SCAFFOLD'}, G = {G:g}", fontsize=10)
+            ax.spines[["top", "right"]].set_visible(False)
+            if row:
+                ax.set_xlabel("communication rounds")
+            if column == 0:
+                ax.set_ylabel("f(x) - f*")
+                ax.legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _table3(result: Any, title: str, path: Path) -> None:
+    """One panel per similarity, epochs along the axis, a bar per algorithm; an arrow where the bar goes on."""
+    cells = result.results
+    limit = result.header["budget"]["rounds"]
+    similarities = sorted({c.setting.similarity for c in cells})
+    epochs = sorted({c.setting.local_epochs for c in cells if c.setting.algorithm != "sgd"})
+    figure = new_figure(11, 3.8)
+    axes = figure.subplots(1, len(similarities), squeeze=False)[0]
+    for ax, similarity in zip(axes, similarities, strict=True):
+        own = {
+            (c.setting.algorithm, c.setting.local_epochs): c.mean_rounds
+            for c in cells
+            if c.setting.similarity == similarity
+        }
+        base = next(rounds for (algorithm, _), rounds in own.items() if algorithm == "sgd")
+        top = 1.15 * max([r for r in own.values() if np.isfinite(r)] or [limit])
+        ax.axhline(base, color=STYLES["sgd"][0], linestyle="--", linewidth=1, label="sgd")
+        for place, algorithm in enumerate(("fedavg", "fedprox", "scaffold")):
+            x = np.arange(len(epochs)) + 0.27 * (place - 1)
+            heights = np.array([own[algorithm, e] for e in epochs])
+            ax.bar(x, np.minimum(heights, top), 0.25, color=STYLES[algorithm][0], label=algorithm)
+            for at, height in zip(x, heights, strict=True):
+                text = f"{height:.0f}" if np.isfinite(height) else "↑"
+                ax.annotate(text, (at, min(height, top)), ha="center", va="bottom", fontsize=7)
+        ax.set_ylim(0, top * 1.08)
+        ax.set_xticks(range(len(epochs)), [f"{e}" for e in epochs])
+        ax.set_xlabel("local epochs")
+        ax.set_title(f"{100 * similarity:g} % similarity", fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("rounds to the target")
+    axes[-1].legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _table4(result: Any, title: str, path: Path) -> None:
+    """Rounds by the share of clients sampled, on log axes, beside a line of slope one: all slow-downs are flatter."""
+    cells = result.results
+    similarities = sorted({c.setting.similarity for c in cells})
+    figure = new_figure(8.5, 3.8)
+    axes = figure.subplots(1, len(similarities), squeeze=False)[0]
+    for ax, similarity in zip(axes, similarities, strict=True):
+        for algorithm in ("fedavg", "scaffold"):
+            own = [c for c in cells if (c.setting.similarity, c.setting.algorithm) == (similarity, algorithm)]
+            own = sorted((c.setting.clients_per_round, c.mean_rounds) for c in own if np.isfinite(c.mean_rounds))
+            shares, rounds = np.array(own).T
+            ax.loglog(100 * shares, rounds, "o-", color=STYLES[algorithm][0], label=algorithm)
+            linear = rounds[-1] * shares[-1] / shares
+            ax.loglog(100 * shares, linear, ":", color=STYLES[algorithm][0], linewidth=1, label="as many times slower")
+        ax.invert_xaxis()
+        ax.xaxis.set_major_formatter("{x:g} %")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_xlabel("clients sampled each round")
+        ax.set_title(f"{100 * similarity:g} % similarity", fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("rounds to the target")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _table5(result: Any, title: str, path: Path) -> None:
+    from covary.experiments.table5 import PAPER
+
+    cells = result.results
+    figure = new_figure(6.5, 3.8)
+    ax = figure.subplots()
+    similarities = sorted({c.setting.similarity for c in cells})
+    algorithms = list(dict.fromkeys(c.setting.algorithm for c in cells))
+    for place, algorithm in enumerate(algorithms):
+        own = [
+            next(c for c in cells if (c.setting.similarity, c.setting.algorithm) == (s, algorithm))
+            for s in similarities
+        ]
+        x = np.arange(len(similarities)) + 0.27 * (place - 1)
+        means, spread = [c.mean_accuracy for c in own], [np.std(c.accuracy) for c in own]
+        ax.bar(x, means, 0.25, yerr=spread, color=STYLES[algorithm][0], label=algorithm, capsize=3)
+        paper = [PAPER[algorithm, s] for s in similarities]
+        ax.plot(x, paper, "D", color="white", markeredgecolor="#444444", label="the paper" if place == 0 else None)
+    low = min(min(c.mean_accuracy for c in cells), min(PAPER.values()))
+    ax.set_ylim(max(0.0, low - 0.05), 0.9)
+    ax.set_xticks(range(len(similarities)), [f"{100 * s:g} % similarity" for s in similarities])
+    ax.set_ylabel("best test accuracy")
+    ax.legend(frameon=False, fontsize=9, ncols=2)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)

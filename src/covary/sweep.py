@@ -1,0 +1,261 @@
+"""`sweep`: a whole grid of step-sizes and seeds as one compiled program."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from covary.algorithm import Algorithm
+from covary.errors import CovaryError, refused
+from covary.plan import whole
+from covary.problem import Problem
+from covary.rounds import State, compiled_sweep, compiled_warm_start
+from covary.simulate import Job, direction, initial, prepare
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What came out of a sweep."""
+
+    points: list[dict[str, float]]  # the grid, every combination of its values
+    seeds: list[int]
+    table: list[dict[str, Any]] = field(repr=False)  # one row for each point and seed
+    curves: dict[str, np.ndarray] = field(repr=False)  # metric -> (points, seeds, rounds); NaN where not measured
+    target: tuple[str, float] | None = None
+
+    def mean_rounds(self) -> np.ndarray:
+        """The mean over seeds of the rounds to the target, for each point; infinite where a seed has not reached it."""
+        reached = [np.inf if row["reached"] is None else row["reached"] for row in self.table]
+        return np.mean(np.reshape(reached, (len(self.points), len(self.seeds))), axis=1)
+
+    def best(self, metric: str | None = None) -> int:
+        """The index of the best point: fewest mean rounds to the target, or without one the best mean of a metric.
+
+        Ties, and points none of which reached the target, are decided by the metric (the target's own by default).
+
+        >>> import covary as cv
+        >>> grid, goal = {"eta_l": [0.1, 0.3]}, ("loss", 1e-6)
+        >>> tried = cv.sweep(cv.sgd, cv.lower_bound(G=1), grid, rounds=50, target=goal, x0=1.0)
+        >>> tried.points[tried.best()], tried.mean_rounds().tolist()
+        ({'eta_l': 0.3}, [inf, 19.0])
+        """
+        metric = metric or (self.target[0] if self.target else next(iter(self.curves)))
+        if metric not in self.curves:
+            raise refused("metric", f"one of {', '.join(self.curves)}", repr(metric), "See sweep.curves.")
+        sign = direction(metric)
+        seen = np.where(np.isnan(self.curves[metric]), -np.inf, sign * self.curves[metric]).max(axis=2).mean(axis=1)
+        rounds = self.mean_rounds() if self.target else np.zeros(len(self.points))
+        return min(range(len(self.points)), key=lambda p: (rounds[p], -seen[p]))
+
+
+def sweep(
+    factory: Callable[..., Algorithm],
+    problem: Problem,
+    grid: Mapping[str, Sequence[float]],
+    rounds: int,
+    seeds: Sequence[int] = (0,),
+    clients_per_round: int | float | None = None,
+    local_steps: int | None = None,
+    local_epochs: int | None = None,
+    batch_size: int | float | None = None,
+    x0: Any = None,
+    warm_start: bool = False,
+    weights: str = "uniform",
+    target: tuple[str, float] | None = None,
+    eval_every: int = 1,
+    race: bool = False,
+    at_once: int | None = None,
+    log: Callable[[int, dict[str, float]], None] | None = None,
+) -> Sweep:
+    """Run an algorithm at every point of a grid, with every seed, as one compiled program.
+
+    All points share cohorts and batches, seed by seed (common random numbers): they differ by their numbers alone, and
+    each member is what `simulate` gives for its numbers and seed. A member that has reached the target or diverged
+    stops, and does not disturb the others.
+
+    Args:
+        factory: `covary.scaffold` and its like, or a function that calls one: `lambda eta_l: cv.scaffold(eta_l, 1.5)`.
+        grid: the values to try for each argument of the factory; every combination is a point.
+        rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every: as in
+            `simulate`. The training loss is measured only where it is the target or there is no other metric.
+        seeds: one run for each.
+        target: as in `simulate`, for each member.
+        race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
+            that were still running are marked "outpaced".
+        at_once: how many points to run at a time; by default as many as fit into memory.
+        log: called as `log(round, values)` after each chunk of rounds, with how many members are still `running`.
+
+    Returns:
+        A `Sweep`: its `table` has one row for each point and seed (the point's numbers, `seed`, `rounds` done,
+        `outcome`, `reached`, `diverged`, and the last and best value of every metric), its `curves` every value.
+
+    >>> import covary as cv
+    >>> (x, y), test = cv.datasets.digits()
+    >>> data = cv.partition.by_similarity(x, y, n_clients=20, similarity=0.0)
+    >>> problem = cv.supervised(cv.models.logistic_regression(64, 10), data, test)
+    >>> tried = cv.sweep(cv.scaffold, problem, {"eta_l": [0.03, 1.0]}, rounds=10, seeds=[0, 1], local_steps=5)
+    >>> tried.points[tried.best()], len(tried.table), tried.curves["accuracy"].shape
+    ({'eta_l': 1.0}, 4, (2, 2, 10))
+    """
+    points, algorithms = _points(factory, grid)
+    seeds = list(seeds)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
+    if race and target is None:
+        raise CovaryError(
+            "race=True needs a target: the race is for the fewest rounds to it. Try target=('loss', 0.1)."
+        )
+    job = prepare(
+        algorithms[0],
+        problem,
+        rounds=rounds,
+        clients_per_round=clients_per_round,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+        batch_size=batch_size,
+        seeds=seeds,
+        x0=x0,
+        warm_start=warm_start,
+        weights=weights,
+        target=target,
+        eval_every=eval_every,
+        measure_loss=False,
+    )
+    groups = _groups(len(points), len(seeds), job, algorithms[0], at_once)
+    curves: dict[str, np.ndarray] = {}
+    table: list[dict[str, Any]] = []
+    best = np.inf  # mean rounds of the best point so far
+    for group in groups:
+        states, parts, best = _run(job, [algorithms[p] for p in group], seeds, rounds, best if race else None, log)
+        for name, values in parts.items():
+            curve = curves.setdefault(name, np.full((len(points), len(seeds), rounds), np.nan))
+            curve[group, :, : values.shape[2]] = values
+        table += [
+            _row(points[p], seed, states, (s, at), {name: curve[p, s] for name, curve in curves.items()}, rounds)
+            for at, p in enumerate(group)
+            for s, seed in enumerate(seeds)
+        ]
+    return Sweep(points, seeds, table, curves, target)
+
+
+def _run(
+    job: Job, algorithms: list[Algorithm], seeds: list[int], rounds: int, to_beat: float | None, log: Any
+) -> tuple[State, dict[str, np.ndarray], float]:
+    """One group of points, all seeds: the final states, the curves, and the best mean rounds to the target yet."""
+    x = job.starts[0]
+    numbers = {name: np.array([a.numbers[name] for a in algorithms], x.dtype) for name in algorithms[0].numbers}
+    keys = jax.vmap(jax.random.key)(np.array(seeds))
+    one_seed = [initial(algorithms[0], job.plan, start) for start in job.starts]
+    states = jax.tree.map(lambda *leaves: np.stack([np.stack([leaf] * len(algorithms)) for leaf in leaves]), *one_seed)
+
+    chunks: list[dict[str, np.ndarray]] = []
+    done = 0
+
+    def keep(records: dict[str, Any], count: int, alive: np.ndarray) -> None:
+        """Curves as (points, seeds, rounds), NaN for the rounds of members that had ended."""
+        values = {k: np.array(v)[:count] for k, v in records.items() if k != "cohort"}
+        numbered = done + 1 + np.arange(count)
+        went_on = numbered[:, None, None] <= np.where(alive, np.asarray(states.round), done)
+        chunks.append({k: np.where(went_on, v, np.nan).transpose(2, 1, 0) for k, v in values.items()})
+
+    for cohort in job.visits:
+        alive = ~np.asarray(states.diverged)
+        warm = compiled_warm_start(job.program, sweep=True)
+        states, record = warm(numbers, states, keys, done + 1, cohort, job.world)
+        keep({name: np.asarray(value)[None] for name, value in record.items()}, 1, alive)
+        done += 1
+    while done < rounds:
+        alive = ~(np.asarray(states.reached) | np.asarray(states.diverged))
+        states, records = compiled_sweep(job.program)(numbers, states, keys, done, rounds, job.world)
+        count = min(job.program.chunk, rounds - done)
+        keep(records, count, alive)
+        done += count
+        ended = np.asarray(states.reached) | np.asarray(states.diverged)
+        if log is not None:
+            log(done, {"running": float((~ended).sum())})
+        if ended.all():
+            break
+        if to_beat is not None and _decided(states, to_beat):
+            break
+    curves = {name: np.concatenate([part[name] for part in chunks], axis=2) for name in chunks[0]}
+    finished = np.where(states.reached, states.round, np.inf).mean(axis=0).min()
+    return jax.tree.map(np.asarray, states._replace(clients=None)), curves, min(finished, to_beat or np.inf)
+
+
+def _decided(states: State, to_beat: float) -> bool:
+    """Whether no point that is still running can have fewer mean rounds to the target than the best that has ended."""
+    reached, diverged, at = (np.asarray(v) for v in (states.reached, states.diverged, states.round))
+    least = np.where(reached, at, np.where(diverged, np.inf, at + 1)).mean(axis=0)  # a bound from below, per point
+    complete = reached.all(axis=0)
+    best = min(to_beat, least[complete].min() if complete.any() else np.inf)
+    return bool((least[~complete] >= best).all())
+
+
+def _points(
+    factory: Callable[..., Algorithm], grid: Mapping[str, Sequence[float]]
+) -> tuple[list[dict[str, float]], list[Algorithm]]:
+    if not isinstance(grid, Mapping) or not grid or any(np.ndim(v) != 1 or len(v) == 0 for v in grid.values()):
+        raise refused("grid", "a dict of lists of numbers", grid, "Try {'eta_l': [0.01, 0.1, 1.0]}.")
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    try:
+        algorithms = [factory(**point) for point in points]
+    except TypeError as error:
+        raise refused("grid", "named after the factory's arguments", ", ".join(grid), str(error)) from None
+    for algorithm in algorithms:
+        if not isinstance(algorithm, Algorithm) or algorithm.recipe is None:
+            raise refused(
+                "factory",
+                "a function that returns an Algorithm made by @factory",
+                type(algorithm).__name__,
+                "Try cv.scaffold.",
+            )
+        if algorithm.recipe != algorithms[0].recipe:
+            raise refused(
+                "grid", "over numbers only", ", ".join(grid), "Sweep once for each other choice, such as option."
+            )
+    return points, algorithms
+
+
+def _groups(n_points: int, n_seeds: int, job: Job, algorithm: Algorithm, at_once: int | None) -> list[list[int]]:
+    """The points in groups that fit into memory: a member keeps N client states and works on S models at a time."""
+    if at_once is None:
+        x = job.starts[0]
+        fields = len(jax.tree.leaves(algorithm.init_client(x)))
+        member = x.nbytes * (2 * fields * job.plan.n_clients + 8 * job.plan.cohort + 8)
+        at_once = max(1, int(0.4 * _memory() / (member * n_seeds)))
+    n_groups = -(-n_points // whole("at_once", at_once, 1))
+    return [part.tolist() for part in np.array_split(np.arange(n_points), n_groups)]
+
+
+def _memory() -> int:
+    """Bytes that the device can hold, or the host where the device does not say."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _row(
+    point: dict[str, float], seed: int, states: State, at: tuple[int, int], curves: dict[str, np.ndarray], rounds: int
+) -> dict[str, Any]:
+    done, reached, diverged = int(states.round[at]), bool(states.reached[at]), bool(states.diverged[at])
+    outcome = "target" if reached else "diverged" if diverged else "finished" if done == rounds else "outpaced"
+    row = {
+        **point,
+        "seed": seed,
+        "rounds": done,
+        "outcome": outcome,
+        "reached": done if reached else None,
+        "diverged": done + 1 if diverged else None,
+    }
+    for name, curve in curves.items():
+        seen = curve[~np.isnan(curve)]
+        if name not in ("drift", "control_error"):
+            best = max if direction(name) > 0 else min
+            row |= {f"last_{name}": float(seen[-1]) if seen.size else None}
+            row |= {f"best_{name}": float(best(seen)) if seen.size else None}
+    return row
