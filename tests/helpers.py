@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import covary as cv
 from covary.client import client_loop
@@ -71,3 +75,16 @@ def plain_server(
             mean = type(ups[0])(*(np.mean(field, axis=0) for field in zip(*ups, strict=True)))
             server = trip.aggregate(server, mean, len(cohort) / N)
     return server, clients
+
+
+def covary(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a fresh process, in float32 as users have it."""
+    command = [sys.executable, "-m", "covary", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900)
+
+
+DATA = Path(os.environ.get("COVARY_DATA", ROOT.parent / "shared" / "data"))
+needs_data = pytest.mark.skipif(
+    not (DATA / "emnist-byclass-test-images-idx3-ubyte.gz").is_file(),
+    reason=f"real data is not in {DATA}; set COVARY_DATA to a folder with EMNIST's official files",
+)

@@ -5,30 +5,21 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
-from typer.testing import CliRunner
-
-from covary.cli import app
-
-
-def covary(*args, cwd):
-    return subprocess.run([sys.executable, "-m", "covary", *args], cwd=cwd, capture_output=True, text=True, timeout=300)
+from helpers import ROOT, covary
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
-    result = CliRunner().invoke(
-        app, ["compare", "--rounds", "12", "--seeds", "1", "--target", "0.8", "--out", str(tmp_path)]
-    )
-    assert result.exit_code == 0, result.output
+    result = covary("compare", "--rounds", "12", "--seeds", "1", "--target", "0.8", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     for name in ("sgd", "fedavg", "fedprox", "scaffold", "0 % similarity", "100 % similarity"):
-        assert name in result.output
-    (folder,) = tmp_path.iterdir()
+        assert name in result.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
     records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    curves = [r for r in records if r["kind"] == "curve"]
-    assert len(curves) == 12
-    assert all(len(r["history"]["accuracy"]) == 12 for r in curves)
-    assert len([r for r in records if r["kind"] == "tuning"]) == 12 * 6
+    cells = [r for r in records if r["kind"] == "cell"]
+    assert len(cells) == 12
+    assert all(len(r["curves"]["accuracy"][0]) == 12 for r in cells)
+    assert all(len(r["tried"]) >= 7 for r in cells)
 
 
 def test_run_in_a_fresh_process(tmp_path):

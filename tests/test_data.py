@@ -52,3 +52,42 @@ def test_digits():
 def test_examples_of_any_nesting():
     data = cv.FederatedData({"pixels": np.ones((4, 2, 2)), "label": np.arange(4)}, [1, 3])
     assert data.client(1)["label"].tolist() == [1, 2, 3]
+
+
+@given(divisions(), st.floats(0.01, 100))
+def test_dirichlet_loses_nothing_and_leaves_no_client_empty(division, alpha):
+    y, n_clients, _, seed = division
+    data = cv.partition.dirichlet(np.arange(len(y)), y, n_clients, alpha, seed)
+    x, labels = data.examples
+    assert sorted(x.tolist()) == list(range(len(y)))
+    np.testing.assert_array_equal(labels, y[x])
+    assert data.n_clients == n_clients
+    again = cv.partition.dirichlet(np.arange(len(y)), y, n_clients, alpha, seed)
+    np.testing.assert_array_equal(again.examples[0], x)
+    np.testing.assert_array_equal(again.sizes, data.sizes)
+
+
+def test_alpha_is_how_much_clients_have_in_common():
+    y = np.repeat(np.arange(10), 500)
+
+    def distance(alpha):  # of the clients' label shares from those of all
+        counts = cv.partition.dirichlet(np.zeros(len(y)), y, 20, alpha).label_counts()
+        return np.abs(counts / counts.sum(axis=1, keepdims=True) - 0.1).sum(axis=1).mean()
+
+    assert distance(0.05) > 1.2 > distance(1.0) > distance(100.0) < 0.15
+
+
+@given(divisions())
+def test_by_group_keeps_every_group_whole(division):
+    y, _, _, _ = division
+    data = cv.partition.by_group(np.arange(len(y)), y, groups=y)
+    assert data.n_clients == len(set(y.tolist()))
+    for i, label in enumerate(sorted(set(y.tolist()))):
+        assert data.client(i)[0].tolist() == np.flatnonzero(y == label).tolist()
+
+
+def test_similarity_1_is_iid():
+    y = np.repeat(np.arange(10), 1000)
+    counts = cv.partition.iid(np.zeros(len(y)), y, 20).label_counts()
+    chi_squared = ((counts - 50) ** 2 / 50).sum()
+    assert chi_squared < 250  # 171 degrees of freedom

@@ -11,7 +11,7 @@ import covary as cv
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "add-an-algorithm"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm"])
 def test_block_runs(block, capsys):
     names = {}
     exec(block, names)
@@ -19,5 +19,5 @@ def test_block_runs(block, capsys):
     if "fedavgm" in names:
         run = cv.simulate(names["fedavgm"](0.05, beta=0.5), cv.quadratics([[[1.0]]], [[-2.0]]), 200, local_steps=3)
         np.testing.assert_allclose(run.x, [2.0], atol=1e-6)
-    else:
+    elif "run" in names:
         assert names["run"].history["loss"][-1] < names["run"].history["loss"][0]

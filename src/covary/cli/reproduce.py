@@ -55,7 +55,7 @@ def reproduce(
 def _reproduce(
     name: str, data: Path, folder: RunFolder, command: str, quick: bool, paper_white: bool | None, seeds: int | None
 ) -> None:
-    from covary.experiments.reproduce import cells_of, outcome, run_figure, run_table, write_up
+    from covary.experiments.reproduce import cells_of, outcome, quick_note, run_figure, run_table, write_up
     from covary.report.tables import claims_table, plain_table
 
     if name == "fig3":
@@ -72,6 +72,8 @@ def _reproduce(
                 progress.advance(task)
     result = outcome(folder)
     console.print(plain_table(f"{name}: {result.header['data']}", *result.table))
+    if result.header.get("quick"):
+        console.print(quick_note(result), style="yellow")
     console.print(claims_table(result.claims))
     console.print(f"{result.seconds:.0f} s on {result.header['device']}, compilation included")
     for path in write_up(result, folder.path):

@@ -50,6 +50,7 @@ class Budget:
 
     clients: int = 100
     examples: int | None = None  # of the training data; None for all
+    test_examples: int | None = None
     rounds: int = 1000
     seeds: tuple[int, ...] = (0, 1, 2)
     step_sizes: int = 8
@@ -82,8 +83,12 @@ class Claim:
     """A statement of the paper, and whether it holds of what was measured here."""
 
     text: str
-    holds: bool
+    holds: bool | None  # None: not decided by what was measured
     evidence: str
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,9 @@ class Emnist:
         if budget.examples is not None:
             chosen = np.random.default_rng(0).permutation(len(y))[: budget.examples]
             x, y = x[chosen], y[chosen]
+        test = tuple(part[: budget.test_examples] for part in self.test)  # the official order is random
         model = mlp(784, budget.hidden, 62) if network else logistic_regression(784, 62)
-        return supervised(model, partition.by_similarity(x, y, budget.clients, similarity), self.test)
+        return supervised(model, partition.by_similarity(x, y, budget.clients, similarity), test)
 
 
 def load_emnist(root: str | Path, paper_white: bool) -> Emnist:

@@ -108,6 +108,16 @@ def write_up(result: Outcome, folder: Path) -> list[Path]:
     return [page, data, picture]
 
 
+def quick_note(result: Outcome) -> str:
+    """What a quick form is and is not."""
+    budget, table = result.header["budget"], TABLES[result.name]
+    target = f"target {table.QUICK_TARGET}, " if hasattr(table, "QUICK_TARGET") else ""
+    return (
+        f"Quick form, not the paper's scale: {budget['examples']:,} examples, {budget['clients']} clients, {target}"
+        f"at most {budget['rounds']} rounds, {len(budget['seeds'])} seed(s)"
+    )
+
+
 def machine() -> dict[str, Any]:
     """The machine and the versions that figures are measured with."""
     device = jax.devices()[0]
@@ -148,7 +158,7 @@ def _markdown(result: Outcome, title: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in header["versions"].items())
     lines = [f"# {title}", "", about, ""]
     if header.get("quick"):
-        lines += ["**Quick form**: smaller data and fewer rounds, the same code. Not the paper's scale.", ""]
+        lines += [f"**{quick_note(result)}**", ""]
     lines += [
         f"- Data: {header['data']}.",
         f"- Command: `{header['command']}`, {result.seconds:.0f} s in all, compilation included.",
@@ -161,7 +171,7 @@ def _markdown(result: Outcome, title: str) -> str:
     lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(row) + " |" for row in body]
     lines += ["", f"![{title}]({result.name}.png)", "", "## What the paper says of it", ""]
-    lines += [f"- **{'holds' if c.holds else 'does not hold'}**: {c.text} ({c.evidence})" for c in result.claims]
+    lines += [f"- **{c.verdict}**: {c.text} ({c.evidence})" for c in result.claims]
     if result.name != "fig3":
         lines += ["", "## The step-sizes chosen", "", "| cell | eta_l |", "|---|---|"]
         lines += [f"| {cell.setting} | {cell.eta_l:g} |" for cell in result.results]

@@ -24,7 +24,7 @@ PAPER = {
     ("scaffold", 0.0): 0.801,
     ("scaffold", 0.1): 0.842,
 }
-QUICK = Budget(clients=20, examples=6000, rounds=60, seeds=(0,), step_sizes=3, hidden=50)
+QUICK = Budget(clients=20, examples=6000, test_examples=2000, rounds=60, seeds=(0,), step_sizes=3, hidden=50)
 
 
 def settings(quick: bool) -> list[Setting]:

@@ -91,18 +91,24 @@ def _table4(result: Any, title: str, path: Path) -> None:
         for algorithm in ("fedavg", "scaffold"):
             own = [c for c in cells if (c.setting.similarity, c.setting.algorithm) == (similarity, algorithm)]
             own = sorted((c.setting.clients_per_round, c.mean_rounds) for c in own if np.isfinite(c.mean_rounds))
+            if not own:
+                continue
             shares, rounds = np.array(own).T
             ax.loglog(100 * shares, rounds, "o-", color=STYLES[algorithm][0], label=algorithm)
             linear = rounds[-1] * shares[-1] / shares
             ax.loglog(100 * shares, linear, ":", color=STYLES[algorithm][0], linewidth=1, label="as many times slower")
         ax.invert_xaxis()
-        ax.xaxis.set_major_formatter("{x:g} %")
-        ax.yaxis.set_major_formatter("{x:g}")
+        shares = sorted({c.setting.clients_per_round for c in cells})
+        ax.set_xticks([100 * share for share in shares], [f"{100 * share:g} %" for share in shares])
+        ax.set_xticks([], minor=True)
+        ax.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
+        ax.set_yticks([], minor=True)
         ax.set_xlabel("clients sampled each round")
         ax.set_title(f"{100 * similarity:g} % similarity", fontsize=10)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("rounds to the target")
-    axes[0].legend(frameon=False, fontsize=8)
+    if axes[0].lines:
+        axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
 
@@ -122,14 +128,12 @@ def _table5(result: Any, title: str, path: Path) -> None:
         ]
         x = np.arange(len(similarities)) + 0.27 * (place - 1)
         means, spread = [c.mean_accuracy for c in own], [np.std(c.accuracy) for c in own]
-        ax.bar(x, means, 0.25, yerr=spread, color=STYLES[algorithm][0], label=algorithm, capsize=3)
+        ax.errorbar(x, means, spread, fmt="o", markersize=9, color=STYLES[algorithm][0], label=algorithm, capsize=4)
         paper = [PAPER[algorithm, s] for s in similarities]
-        ax.plot(x, paper, "D", color="white", markeredgecolor="#444444", label="the paper" if place == 0 else None)
-    low = min(min(c.mean_accuracy for c in cells), min(PAPER.values()))
-    ax.set_ylim(max(0.0, low - 0.05), 0.9)
+        ax.plot(x, paper, "D", color="white", markeredgecolor=STYLES[algorithm][0], label=f"{algorithm}, the paper")
     ax.set_xticks(range(len(similarities)), [f"{100 * s:g} % similarity" for s in similarities])
     ax.set_ylabel("best test accuracy")
-    ax.legend(frameon=False, fontsize=9, ncols=2)
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
     ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)

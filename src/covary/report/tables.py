@@ -54,8 +54,8 @@ def claims_table(claims: Sequence[Any]) -> Table:
     table.add_column("measured")
     table.add_column("")
     for claim in claims:
-        verdict = Text("holds", "green") if claim.holds else Text("does not hold", "red")
-        table.add_row(Text(claim.text), Text(claim.evidence), verdict)
+        colour = {True: "green", False: "red", None: "yellow"}[claim.holds]
+        table.add_row(Text(claim.text), Text(claim.evidence), Text(claim.verdict, colour))
     return table
 
 

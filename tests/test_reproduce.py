@@ -1,0 +1,123 @@
+"""The quick forms of the paper's experiments, and what they show at any scale."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import DATA, covary, needs_data
+from typer.testing import CliRunner
+
+from covary.cli import app
+from covary.errors import CovaryError
+from covary.experiments import common, reproduce, table4
+from covary.experiments.common import Cell, Setting
+from covary.report.folder import RunFolder
+
+
+def reproduced(name, tmp_path):
+    result = covary("reproduce", name, *([] if name == "fig3" else ["--quick", "--data", str(DATA)]), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    for suffix in (".md", ".json", ".png"):
+        assert (folder / f"{name}{suffix}").stat().st_size > 0
+    return reproduce.outcome(RunFolder(folder))
+
+
+def verdicts(outcome):
+    return {claim.text: claim.holds for claim in outcome.claims}
+
+
+def test_fig3(tmp_path):
+    found = verdicts(reproduced("fig3", tmp_path))
+    assert [found[text] for text in found if text.startswith("FedAvg gets worse")] == [True, True]
+    assert found["SCAFFOLD improves with more local steps: K = 10 is faster than K = 2, which is faster than SGD."]
+
+
+@needs_data
+def test_table3_quick(tmp_path):
+    outcome = reproduced("table3", tmp_path)
+    assert outcome.claims[0].holds, outcome.claims[0]  # SCAFFOLD needs the fewest rounds at 0 % similarity
+    assert outcome.claims[-1].holds, outcome.claims[-1]  # with i.i.d. clients more epochs never hurt
+    header, body = outcome.table
+    assert header == ["similarity", "algorithm", "1 epoch", "5 epochs"]
+    assert len(body) == 12
+
+
+@needs_data
+def test_table4_quick(tmp_path):
+    found = verdicts(reproduced("table4", tmp_path))
+    assert found["SCAFFOLD is faster than FedAvg at every share at 0 % similarity."]
+    assert found["scaffold slows down sub-linearly: 4 times fewer clients, under 4 times the rounds."]
+
+
+@needs_data
+def test_table5_quick(tmp_path):
+    outcome = reproduced("table5", tmp_path)
+    assert outcome.claims[0].holds, outcome.claims[0]  # SCAFFOLD, then FedAvg, then SGD
+
+
+def cells(rounds):
+    for (algorithm, similarity), numbers in rounds.items():
+        for fraction, number in zip(table4.FRACTIONS, numbers, strict=True):
+            yield Cell(Setting(algorithm, similarity, 5, fraction), 0.1, [number], [0.5], [], 1.0)
+
+
+def test_the_papers_own_numbers_satisfy_its_claims():
+    """The checks are neither too strict nor blind: the paper's table passes, and its inversion does not."""
+    paper = list(cells(table4.PAPER))
+    assert [claim.holds for claim in table4.claims(paper, 1000)] == [True, True, True, None, True]
+    swapped = {(("fedavg" if a == "scaffold" else "scaffold"), s): n for (a, s), n in table4.PAPER.items()}
+    assert table4.claims(list(cells(swapped)), 1000)[0].holds is False
+
+
+def test_a_best_step_size_at_the_end_of_the_grid_is_not_trusted(monkeypatch):
+    """The grid goes on until the best lies inside it."""
+    tried = []
+
+    class Fake:
+        def __init__(self, grid):
+            self.table = [
+                {"eta_l": e, "reached": round(100 * (1 + abs(np.log10(e) - 1))), "best_accuracy": 0.5} for e in grid
+            ]
+
+    def attempt(setting, problem, budget, grid, rounds, target, log):
+        tried.append(list(grid))
+        return Fake(grid)
+
+    monkeypatch.setattr(common, "attempt", attempt)
+    cell = common.tune(Setting("sgd", 0.0), None, common.Budget(step_sizes=3), centre=0.1, target=0.5)  # type: ignore[arg-type]
+    assert cell.eta_l == 10.0
+    assert tried == [[0.0316, 0.1, 0.316], [1.0], [3.16], [10.0], [31.6]]
+
+
+@needs_data
+def test_an_interrupted_table_goes_on_and_refuses_other_options(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        table4, "QUICK", common.Budget(clients=5, examples=300, test_examples=50, rounds=2, seeds=(0,), step_sizes=2)
+    )
+    folder = RunFolder(tmp_path)
+    first = reproduce.run_table("table4", DATA, folder, "covary reproduce table4 --quick", quick=True)
+    next(first)
+    next(first)
+    with pytest.raises(CovaryError, match=r"lacks 6 cells. Finish it: covary reproduce table4 .*--resume"):
+        reproduce.outcome(folder)
+    with pytest.raises(CovaryError, match="was begun with budget"):
+        next(reproduce.run_table("table4", DATA, folder, "", quick=True, seeds=2))
+    rest = list(reproduce.run_table("table4", DATA, folder, "", quick=True))
+    assert len(rest) == 6
+    assert len(reproduce.outcome(folder).results) == 8
+    page, data, _ = reproduce.write_up(reproduce.outcome(folder), tmp_path)
+    assert "Quick form, not the paper's scale: 300 examples" in page.read_text()
+    assert len(json.loads(data.read_text())["results"]) == 8
+
+
+def test_errors(tmp_path):
+    for args, says in [
+        (["reproduce", "table9"], "EXPERIMENT must be one of"),
+        (["reproduce", "table3", "--pixels", "blue"], "--pixels must be"),
+        (["reproduce", "all", "--resume", "x"], "--resume goes on with one experiment"),
+        (["reproduce", "table3", "--data", str(tmp_path), "--out", str(tmp_path)], "is missing. Fetch it with"),
+    ]:
+        result = CliRunner().invoke(app, args)
+        assert isinstance(result.exception, CovaryError), args
+        assert says in str(result.exception)
