@@ -103,6 +103,8 @@ def test_an_interrupted_table_goes_on_and_refuses_other_options(tmp_path, monkey
         reproduce.outcome(folder)
     with pytest.raises(CovaryError, match="was begun with budget"):
         next(reproduce.run_table("table4", DATA, folder, "", quick=True, seeds=2))
+    with folder.results.open("a") as file:
+        file.write('{"kind": "cell", "setti')  # killed in the middle of a line
     rest = list(reproduce.run_table("table4", DATA, folder, "", quick=True))
     assert len(rest) == 6
     assert len(reproduce.outcome(folder).results) == 8

@@ -141,6 +141,7 @@ def _held(folder: RunFolder, header: dict[str, Any]) -> set[Setting]:
     if not folder.results.exists():
         folder.append(header)
         return set()
+    folder.drop_torn_line()
     first, *records = folder.read()
     for key in ("experiment", "data", "quick", "budget"):
         if json.loads(json.dumps(header[key])) != first[key]:
@@ -169,7 +170,7 @@ def _markdown(result: Outcome, title: str) -> str:
         tuned = f"{b['step_sizes']} step-sizes a factor of √10 apart, more where the best lay at an end"
         lines += [f"- {len(b['seeds'])} seeds: means, with the least and the greatest or ± one deviation; {tuned}."]
     lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in body]
+    lines += ["| " + " | ".join(row).replace("\n", "<br>") + " |" for row in body]
     lines += ["", f"![{title}]({result.name}.png)", "", "## What the paper says of it", ""]
     lines += [f"- **{c.verdict}**: {c.text} ({c.evidence})" for c in result.claims]
     if result.name != "fig3":

@@ -50,6 +50,14 @@ class RunFolder:
         lines = self.results.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]
 
+    def drop_torn_line(self) -> None:
+        """Cut off a last line that a crash left without its end, before more is appended."""
+        content = self.results.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            with self.results.open("r+b") as file:
+                file.truncate(whole)
+
     def append(self, record: dict[str, Any]) -> None:
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
