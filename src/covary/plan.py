@@ -94,10 +94,12 @@ def make_plan(
     return plan, Layout(problem.data.offsets, sizes, batch, per_epoch, steps, p)
 
 
-def whole(name: str, value: Any, least: int) -> int:
-    """The value as an int, refused unless it is a whole number of at least `least`."""
+def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    """The value as an int, refused unless it is a whole number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise refused(name, f"a whole number of at least {least}", repr(value), f"Try {name}={max(least, 10)}.")
+    if value > most:
+        raise refused(name, f"at most {most:,}", f"{value:,}", f"Try {name}={max(least, 10)}.")
     return int(value)
 
 

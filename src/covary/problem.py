@@ -108,9 +108,7 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
             raise refused("model", f"an object with a method {method}", type(model).__name__, "See covary.models.")
     check = getattr(model, "check", None)
     if test is not None:
-        test = FederatedData(test, [len(jax.tree.leaves(test)[0])]).examples
-        if jax.tree.structure(test) != jax.tree.structure(data.examples):
-            raise refused("test", "a batch of the form of the data", jax.tree.structure(test), "Pass (x_test, y_test).")
+        test = _checked_test(test, data.examples)
     if check is not None:
         check(data.examples)
         if test is not None:
@@ -150,11 +148,18 @@ def quadratics(A: Any, b: Any) -> Problem:
     >>> bool(np.allclose(run.x, [-0.25, -0.25], atol=1e-4))  # the solution of mean(A) x = -mean(b)
     True
     """
-    A, b = np.asarray(A, float), np.asarray(b, float)
+    try:
+        A, b = np.asarray(A, float), np.asarray(b, float)
+    except (TypeError, ValueError):
+        raise refused(
+            "A and b", "arrays of numbers", type(A).__name__, "Stack one matrix and one vector a client."
+        ) from None
     if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[0] == 0 or A.shape[1] == 0:
         raise refused("A", "of shape (N, d, d)", f"shape {A.shape}", "Stack one square matrix a client.")
     if b.shape != A.shape[:2]:
         raise refused("b", f"of shape {A.shape[:2]}", f"shape {b.shape}", "Stack one vector a client.")
+    if not (np.isfinite(A).all() and np.isfinite(b).all()):
+        raise refused("A and b", "finite", "NaN or infinity in them", "Check how they were computed.")
     if not np.allclose(A, A.swapaxes(1, 2)):
         i = int(np.flatnonzero(~np.isclose(A, A.swapaxes(1, 2)).all(axis=(1, 2)))[0])
         raise refused(
@@ -182,6 +187,25 @@ def lower_bound(G: float, mu: float = 1.0) -> Problem:
     non_negative("G", G)
     positive("mu", mu)
     return quadratics(A=[[[2 * mu]], [[0.0]]], b=[[G], [-G]])
+
+
+def _checked_test(test: Any, examples: Any) -> Any:
+    """The test batch as arrays, refused unless it has the form of the training data and finite values."""
+    form = jax.tree.structure(examples)
+    test = jax.tree.map(np.asarray, test)
+    leaves = jax.tree.leaves(test)
+    if jax.tree.structure(test) != form or any(leaf.ndim == 0 for leaf in leaves):
+        raise refused("test", f"a batch of the form of the data, {form}", jax.tree.structure(test), "Pass (x, y), say.")
+    if len({len(leaf) for leaf in leaves}) > 1 or len(leaves[0]) == 0:
+        shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+        raise refused(
+            "test", "arrays of one length with at least one row", f"shapes {shapes}", "Each row is one example."
+        )
+    for leaf in leaves:
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            row = int(np.flatnonzero(~np.isfinite(leaf.reshape(len(leaf), -1)).all(axis=1))[0])
+            raise CovaryError(f"test has NaN or infinity, first in row {row}. Drop or impute such values.")
+    return test
 
 
 def _quadratic_loss(x: Any, batch: Any) -> Any:

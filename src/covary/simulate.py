@@ -109,6 +109,8 @@ def simulate(
     >>> run.history["accuracy"].shape, run.history["cohort"].shape
     ((20,), (20, 4))
     """
+    if log is not None and not callable(log):
+        raise refused("log", "a function of (round, values)", type(log).__name__, "Try log=print.")
     job = prepare(
         algorithm,
         problem,
@@ -154,7 +156,8 @@ def simulate(
         record(rows, int(state.round) - done, down, up)
         done = int(state.round)
 
-    columns = {name: np.concatenate([part[name] for part in history]) for name in history[0]}
+    names = ["round", *(name for name in history[0] if name != "round")]
+    columns = {name: np.concatenate([part[name] for part in history]) for name in names}
     state = jax.tree.map(np.asarray, state)
     if state.diverged:
         warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
@@ -206,10 +209,12 @@ def prepare(
         )
     if not isinstance(problem, Problem):
         raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
+    if not isinstance(warm_start, bool | np.bool_):
+        raise refused("warm_start", "True or False", repr(warm_start), "It costs N / S rounds at the start.")
     whole("rounds", rounds, 1)
     whole("eval_every", eval_every, 1)
     for seed in seeds:
-        whole("seed", seed, 0)
+        whole("seed", seed, 0, most=2**32 - 1)
     plan, layout = make_plan(problem, algorithm, clients_per_round, local_steps, local_epochs, batch_size, weights)
     visits = _warm_start_cohorts(algorithm, plan, rounds) if warm_start else []
     names = ("loss", *problem.metric_names)

@@ -34,7 +34,9 @@ class FederatedData:
         self.sizes = np.asarray(sizes)
         leaves = jax.tree_util.tree_leaves_with_path(self.examples)
         if not leaves or any(a.ndim == 0 for _, a in leaves):
-            raise refused("examples", "arrays with one row an example", _shapes(leaves), "Pass (x, y), say.")
+            raise refused(
+                "examples", "arrays with one row an example", _shapes(leaves), "Pass NumPy arrays, (x, y), say."
+            )
         if len({len(a) for _, a in leaves}) > 1:
             raise refused("examples", "arrays of one length", _shapes(leaves), "Each row is one example.")
         if self.sizes.ndim != 1 or self.sizes.size == 0 or self.sizes.dtype.kind not in "iu":
