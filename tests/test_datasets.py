@@ -150,6 +150,17 @@ def archive(files):
     return buffer.getvalue()
 
 
+def damaged_stream():
+    """A zip whose first compressed byte is not one that deflate knows."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for name, data in FILES.items():
+            bundle.writestr(f"gzip/{name}", data)
+    content = bytearray(buffer.getvalue())
+    content[30 + len("gzip/") + len(next(iter(FILES)))] = 0x07
+    return bytes(content)
+
+
 class Server:
     """Serves one file; `limit` cuts an answer short, as a broken connection does."""
 
@@ -169,6 +180,8 @@ class Server:
                         return
                 self.send_response(206 if asked and outer.ranges else 200)
                 self.send_header("Content-Length", str(len(outer.content) - start))
+                if asked and outer.ranges:
+                    self.send_header("Content-Range", f"bytes {start}-{len(outer.content) - 1}/{len(outer.content)}")
                 self.end_headers()
                 self.wfile.write(outer.content[start : outer.limit])
 
@@ -225,7 +238,7 @@ def test_a_whole_archive_that_was_not_unpacked_is_not_fetched_again(tmp_path):
     assert complete(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["bytes", "content", "absent", "size"])
+@pytest.mark.parametrize("damage", ["bytes", "content", "absent", "size", "stream"])
 def test_a_damaged_archive_leaves_nothing_behind(tmp_path, damage):
     name = next(iter(FILES))
     content = {
@@ -233,6 +246,7 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path, damage):
         "content": archive({**FILES, name: bytes(len(FILES[name]))}),
         "absent": archive({n: d for n, d in FILES.items() if n != name}),
         "size": archive({**FILES, name: FILES[name] + b"more"}),
+        "stream": damaged_stream(),
     }[damage]
     with Server(content) as server, pytest.raises(cv.CovaryError, match=r"is damaged .* and was removed"):
         fetch(tmp_path, server.url)
@@ -249,7 +263,27 @@ def test_a_damaged_file_in_place_is_fetched_anew(tmp_path):
 
 
 def test_a_server_that_is_not_there_or_says_no(tmp_path):
-    with pytest.raises(cv.CovaryError, match="stopped after 0 bytes"):
-        fetch(tmp_path, "http://127.0.0.1:9/gzip.zip")
+    for url in ("http://127.0.0.1:9/gzip.zip", "http://127.0.0.1:bad/x", "nope", "http://127.0.0.1/a b"):
+        with pytest.raises(cv.CovaryError, match=r"cannot be reached .* Run the same command again"):
+            fetch(tmp_path, url)
+    (tmp_path / "file").write_text("")
+    with Server(archive(FILES)) as server, pytest.raises(cv.CovaryError, match="cannot be written"):
+        fetch(tmp_path / "file", server.url)
+
+
+def test_a_page_in_place_of_the_archive_does_not_destroy_what_was_there(tmp_path):
+    """A hotel's log-in page answers 200 to everything."""
+    whole = archive(FILES)
+    (tmp_path / "emnist.zip.part").write_bytes(whole[:500_000])
+    kept = pytest.raises(cv.CovaryError, match="sent something that is not the archive")
+    with Server(b"<html>please log in</html>", ranges=False) as server, kept:
+        fetch(tmp_path, server.url)
+    with Server(whole) as server:
+        fetch(tmp_path, server.url)
+        assert server.asked == ["bytes=500000-"]
+    assert complete(tmp_path)
+
+
+def test_a_server_with_nothing_to_give(tmp_path):
     with Server(b"") as server, pytest.raises(cv.CovaryError, match="is damaged"):
         fetch(tmp_path, server.url)

@@ -66,6 +66,8 @@ def test_the_papers_own_numbers_satisfy_its_claims():
     """The checks are neither too strict nor blind: the paper's table passes, and its inversion does not."""
     paper = list(cells(table4.PAPER))
     assert [claim.holds for claim in table4.claims(paper, 1000)] == [True, True, True, None, True]
+    hopeless = list(cells(dict.fromkeys(table4.PAPER, (None, None, None))))
+    assert {claim.holds for claim in table4.claims(hopeless, 1000)} == {None}
     swapped = {(("fedavg" if a == "scaffold" else "scaffold"), s): n for (a, s), n in table4.PAPER.items()}
     assert table4.claims(list(cells(swapped)), 1000)[0].holds is False
 
@@ -117,7 +119,16 @@ def test_errors(tmp_path):
     for args, says in [
         (["reproduce", "table9"], "EXPERIMENT must be one of"),
         (["reproduce", "table3", "--pixels", "blue"], "--pixels must be"),
-        (["reproduce", "all", "--resume", "x"], "--resume goes on with one experiment"),
+        (["reproduce", "all", "--resume", "x"], "--resume goes on with one table"),
+        (["reproduce", "fig3", "--resume", "x"], "--resume goes on with one table"),
+        (["reproduce", "table4", "--resume", str(tmp_path / "nowhere")], "is not a run folder"),
+        (["reproduce", "table3", "--out", "/dev/null/x"], "A run folder cannot be made in /dev/null/x"),
+        (["data", "show", "digits", "--out", str(tmp_path / "no" / "a.png")], "--out must be a .png file"),
+        (["data", "show", "digits", "--seed", "-1"], "seed must be"),
+        (["data", "show", "heart-disease", "--clients", "3"], "The hospitals are the clients"),
+        (["data", "emnist", "--root", "x", "--split", "cursive"], "--split must be"),
+        (["sweep", "scaffold", "--eta-l", "0.1,fast"], "--eta-l must be numbers separated by commas"),
+        (["sweep", "scaffold", "--race"], "race=True needs a target"),
         (["reproduce", "table3", "--data", str(tmp_path), "--out", str(tmp_path)], "is missing. Fetch it with"),
     ]:
         result = CliRunner().invoke(app, args)

@@ -96,7 +96,17 @@ def test_warm_start_in_a_sweep():
     np.testing.assert_allclose(tried.curves["control_error"], 0, atol=1e-12)
 
 
+def test_a_point_that_diverged_is_never_the_best():
+    problem = small_logistic([5, 5, 5])
+    tried = cv.sweep(cv.sgd, problem, {"eta_l": [0.001, 1e308]}, rounds=3)
+    assert [row["outcome"] for row in tried.table] == ["finished", "diverged"]
+    assert tried.best() == 0
+
+
 def test_without_a_target_the_best_is_by_the_metric():
+    drifting = cv.sweep(cv.fedavg, cv.lower_bound(1.0), {"eta_l": [0.01, 0.1, 0.3]}, rounds=30, local_steps=3, x0=1.0)
+    assert drifting.metrics == ("loss",)
+    assert drifting.best() == drifting.best("loss") == int(np.argmin([r["best_loss"] for r in drifting.table]))
     tried = cv.sweep(cv.sgd, cv.lower_bound(1.0), {"eta_l": [0.01, 0.5, 0.1]}, rounds=20, x0=1.0)
     assert tried.points[tried.best("loss")] == {"eta_l": 0.5}
     with pytest.raises(cv.CovaryError, match="metric must be one of"):
@@ -122,6 +132,9 @@ def test_log_tells_how_many_go_on():
         ({"grid": {"eta_l": [0.1], "option": ["I", "II"]}}, "grid must be over numbers only"),
         ({"seeds": []}, "seeds must be"),
         ({"seeds": [1, 1]}, "seeds must be"),
+        ({"seeds": 3}, "seeds must be"),
+        ({"seeds": [0.5]}, "seeds must be"),
+        ({"grid": {"eta_l": [[0.1], [0.1, 0.2]]}}, "grid must be a dict of lists"),
         ({"seeds": [-1]}, "seed must be"),
         ({"rounds": 0}, "rounds must be"),
         ({"race": True}, "race=True needs a target"),

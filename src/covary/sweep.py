@@ -27,6 +27,7 @@ class Sweep:
     seeds: list[int]
     table: list[dict[str, Any]] = field(repr=False)  # one row for each point and seed
     curves: dict[str, np.ndarray] = field(repr=False)  # metric -> (points, seeds, rounds); NaN where not measured
+    metrics: tuple[str, ...]  # those of the curves that measure quality: the metrics, or "loss" where there are none
     target: tuple[str, float] | None = None
 
     def mean_rounds(self) -> np.ndarray:
@@ -37,7 +38,8 @@ class Sweep:
     def best(self, metric: str | None = None) -> int:
         """The index of the best point: fewest mean rounds to the target, or without one the best mean of a metric.
 
-        Ties, and points none of which reached the target, are decided by the metric (the target's own by default).
+        Ties, and points none of which reached the target, are decided by the metric (the target's own, or the first).
+        A point that diverged with some seed comes after all that did not.
 
         >>> import covary as cv
         >>> grid, goal = {"eta_l": [0.1, 0.3]}, ("loss", 1e-6)
@@ -45,21 +47,24 @@ class Sweep:
         >>> tried.points[tried.best()], tried.mean_rounds().tolist()
         ({'eta_l': 0.3}, [inf, 19.0])
         """
-        metric = metric or (self.target[0] if self.target else next(iter(self.curves)))
+        metric = metric or (self.target[0] if self.target else self.metrics[0])
         if metric not in self.curves:
             raise refused("metric", f"one of {', '.join(self.curves)}", repr(metric), "See sweep.curves.")
         sign = direction(metric)
         seen = np.where(np.isnan(self.curves[metric]), -np.inf, sign * self.curves[metric]).max(axis=2).mean(axis=1)
         rounds = self.mean_rounds() if self.target else np.zeros(len(self.points))
-        return min(range(len(self.points)), key=lambda p: (rounds[p], -seen[p]))
+        endings = np.reshape([row["outcome"] for row in self.table], (len(self.points), len(self.seeds)))
+        diverged = np.any(endings == "diverged", axis=1)
+        return min(range(len(self.points)), key=lambda p: (diverged[p], rounds[p], -seen[p]))
 
 
 def sweep(
     factory: Callable[..., Algorithm],
     problem: Problem,
     grid: Mapping[str, Sequence[float]],
-    rounds: int,
     seeds: Sequence[int] = (0,),
+    *,
+    rounds: int,
     clients_per_round: int | float | None = None,
     local_steps: int | None = None,
     local_epochs: int | None = None,
@@ -76,15 +81,16 @@ def sweep(
     """Run an algorithm at every point of a grid, with every seed, as one compiled program.
 
     All points share cohorts and batches, seed by seed (common random numbers): they differ by their numbers alone, and
-    each member is what `simulate` gives for its numbers and seed. A member that has reached the target or diverged
-    stops, and does not disturb the others.
+    each member is what `simulate` gives for its numbers and seed, up to rounding (which a step-size at the edge of
+    stability can amplify). A member that has reached the target or diverged stops, and does not disturb the others.
 
     Args:
         factory: `covary.scaffold` and its like, or a function that calls one: `lambda eta_l: cv.scaffold(eta_l, 1.5)`.
         grid: the values to try for each argument of the factory; every combination is a point.
-        rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every: as in
-            `simulate`. The training loss is measured only where it is the target or there is no other metric.
         seeds: one run for each.
+        rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every: as in
+            `simulate`. The training loss is measured only where it is the target or there is no other metric; without
+            it, a member has diverged once its model is no longer finite.
         target: as in `simulate`, for each member.
         race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
             that were still running are marked "outpaced".
@@ -104,7 +110,9 @@ def sweep(
     ({'eta_l': 1.0}, 4, (2, 2, 10))
     """
     points, algorithms = _points(factory, grid)
-    seeds = list(seeds)
+    if np.ndim(seeds) != 1 or np.asarray(seeds).dtype.kind not in "iu":
+        raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
+    seeds = [int(seed) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
     if race and target is None:
@@ -137,11 +145,19 @@ def sweep(
             curve = curves.setdefault(name, np.full((len(points), len(seeds), rounds), np.nan))
             curve[group, :, : values.shape[2]] = values
         table += [
-            _row(points[p], seed, states, (s, at), {name: curve[p, s] for name, curve in curves.items()}, rounds)
+            _row(
+                points[p],
+                seed,
+                states,
+                (s, at),
+                {name: curve[p, s] for name, curve in curves.items()},
+                job.program.evaluated,
+                rounds,
+            )
             for at, p in enumerate(group)
             for s, seed in enumerate(seeds)
         ]
-    return Sweep(points, seeds, table, curves, target)
+    return Sweep(points, seeds, table, curves, job.program.evaluated, target)
 
 
 def _run(
@@ -200,9 +216,16 @@ def _decided(states: State, to_beat: float) -> bool:
 def _points(
     factory: Callable[..., Algorithm], grid: Mapping[str, Sequence[float]]
 ) -> tuple[list[dict[str, float]], list[Algorithm]]:
-    if not isinstance(grid, Mapping) or not grid or any(np.ndim(v) != 1 or len(v) == 0 for v in grid.values()):
+    try:
+        flat = isinstance(grid, Mapping) and grid and all(np.ndim(v) == 1 and len(v) > 0 for v in grid.values())
+    except ValueError:
+        flat = False
+    if not flat:
         raise refused("grid", "a dict of lists of numbers", grid, "Try {'eta_l': [0.01, 0.1, 1.0]}.")
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    points = [
+        {name: np.asarray(value).item() for name, value in zip(grid, values, strict=True)}
+        for values in itertools.product(*grid.values())
+    ]
     try:
         algorithms = [factory(**point) for point in points]
     except TypeError as error:
@@ -240,7 +263,13 @@ def _memory() -> int:
 
 
 def _row(
-    point: dict[str, float], seed: int, states: State, at: tuple[int, int], curves: dict[str, np.ndarray], rounds: int
+    point: dict[str, float],
+    seed: int,
+    states: State,
+    at: tuple[int, int],
+    curves: dict[str, np.ndarray],
+    metrics: Sequence[str],
+    rounds: int,
 ) -> dict[str, Any]:
     done, reached, diverged = int(states.round[at]), bool(states.reached[at]), bool(states.diverged[at])
     outcome = "target" if reached else "diverged" if diverged else "finished" if done == rounds else "outpaced"
@@ -254,7 +283,7 @@ def _row(
     }
     for name, curve in curves.items():
         seen = curve[~np.isnan(curve)]
-        if name not in ("drift", "control_error"):
+        if name in metrics:
             best = max if direction(name) > 0 else min
             row |= {f"last_{name}": float(seen[-1]) if seen.size else None}
             row |= {f"best_{name}": float(best(seen)) if seen.size else None}

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from covary.cli import common
 from covary.cli.common import console
 from covary.data import datasets, partition
 from covary.data.download import ARCHIVE, fetch_emnist
@@ -45,7 +44,7 @@ def emnist(
 def show(
     dataset: Annotated[str, typer.Argument(help="digits, emnist, fashion-mnist or heart-disease.")] = "digits",
     root: Annotated[Path | None, typer.Option(help="Folder or file of a data set that is not built in.")] = None,
-    clients: common.Clients = 20,
+    clients: Annotated[int | None, typer.Option(help="Number of clients N. [default: 20]")] = None,
     similarity: Annotated[float | None, typer.Option(help="The paper's i.i.d. share, 0 to 1. [default: 0]")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration instead.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
@@ -58,6 +57,8 @@ def show(
     from covary.report.plots import save_histograms
     from covary.report.tables import histogram_table
 
+    if out.suffix != ".png" or not out.parent.is_dir():
+        raise refused("--out", "a .png file in a folder that exists", out, "Try --out clients.png.")
     if similarity is not None and alpha is not None:
         raise CovaryError("--similarity and --alpha are two ways to divide the data. Give one of them.")
     divided, how = _divided(dataset, root, clients, similarity, alpha, seed)
@@ -69,12 +70,14 @@ def show(
 
 
 def _divided(
-    dataset: str, root: Path | None, clients: int, similarity: float | None, alpha: float | None, seed: int
+    dataset: str, root: Path | None, clients: int | None, similarity: float | None, alpha: float | None, seed: int
 ) -> tuple[Any, str]:
     """The data set divided as asked, and how in words."""
     from covary.experiments.common import load_emnist
 
     if dataset == "heart-disease":
+        if (clients, similarity, alpha) != (None, None, None):
+            raise CovaryError("The hospitals are the clients here: leave out --clients, --similarity and --alpha.")
         train, _ = datasets.heart_disease(root or "fed-heart-disease.npz")
         return partition.by_group(*train), "by hospital"
     if dataset == "digits":
@@ -86,6 +89,7 @@ def _divided(
     else:
         allowed = "digits, emnist, fashion-mnist or heart-disease"
         raise refused("DATASET", allowed, dataset, "Try: covary data show digits.")
+    clients = 20 if clients is None else clients
     if alpha is not None:
         return partition.dirichlet(x, y, clients, alpha, seed), f"Dirichlet with alpha = {alpha:g}"
     similarity = 0.0 if similarity is None else similarity

@@ -34,14 +34,16 @@ def reproduce(
         raise refused("EXPERIMENT", f"one of {', '.join(EXPERIMENTS)}, all", experiment, "Try: covary reproduce fig3.")
     if pixels not in ("auto", "paper-white", "ink"):
         raise refused("--pixels", "auto, paper-white or ink", pixels, "Leave it out for what is nearest to the paper.")
-    if resume is not None and experiment == "all":
-        raise CovaryError("--resume goes on with one experiment: name it instead of all.")
+    if resume is not None and experiment in ("all", "fig3"):
+        raise CovaryError("--resume goes on with one table: name it. The figure takes seconds and needs none.")
     if seeds is not None:
         whole("--seeds", seeds, 1)
     options = [*(["--quick"] if quick else []), *(["--pixels", pixels] if pixels != "auto" else [])]
     options += [] if seeds is None else ["--seeds", str(seeds)]
     for name in EXPERIMENTS if experiment == "all" else (experiment,):
         folder = RunFolder(resume) if resume is not None else RunFolder.create(f"reproduce-{name}", out)
+        if resume is not None:
+            folder.read()  # refuses what is not a run folder
         command = " ".join(["covary reproduce", name, *([] if name == "fig3" else ["--data", "DIR", *options])])
         paper_white = None if pixels == "auto" else pixels == "paper-white"
         try:
@@ -62,7 +64,7 @@ def _reproduce(
         run_figure(folder, command)
     else:
         with bar("cells") as progress:
-            held = len(folder.read()) - 1 if folder.results.exists() else 0
+            held = sum(r["kind"] == "cell" for r in folder.read()) if folder.results.exists() else 0
             task = progress.add_task("reading EMNIST", total=cells_of(name, quick), completed=held)
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:

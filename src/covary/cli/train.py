@@ -119,6 +119,8 @@ def sweep(
         grid["eta_g"] = _numbers("--eta-g", eta_g)
     problem = digits_problem(clients, similarity, hidden)
     options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
+    whole("--rounds", rounds, 1)
+    whole("--seeds", seeds, 1)
     started = time.perf_counter()
     try:
         with bar("rounds") as progress:
@@ -127,8 +129,7 @@ def sweep(
             def log(number: int, values: dict[str, float]) -> None:
                 progress.update(task, completed=number, description=f"{algorithm}  {values['running']:g} runs going on")
 
-            all_seeds = list(range(whole("--seeds", seeds, 1)))
-            tried = swept(factory, problem, grid, rounds=rounds, seeds=all_seeds, race=race, log=log, **options)
+            tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, race=race, log=log, **options)
     except KeyboardInterrupt:
         console.print("\nStopped. Nothing was kept: a sweep's runs end together.")
         raise typer.Exit(130) from None

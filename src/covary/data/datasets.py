@@ -117,19 +117,20 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     fix = "Pass the .npz file of the four hospitals, with X, y and site."
     path = Path(path)
     if not path.is_file():
-        raise CovaryError(f"{path} is missing. {fix}")
+        raise CovaryError(f"{path} is {'a folder' if path.is_dir() else 'missing'}. {fix}")
     try:
         with np.load(path, allow_pickle=False) as file:
             x, y, site = (np.asarray(file[name]) for name in ("X", "y", "site"))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise CovaryError(f"{path} is damaged or another file ({error}). {fix}") from None
-    if x.ndim != 2 or y.shape != site.shape or len(x) != len(y):
-        raise CovaryError(f"{path} has X of shape {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
+    if x.ndim != 2 or x.dtype.kind != "f" or y.shape != site.shape or len(x) != len(y) or len(y) == 0:
+        raise CovaryError(f"{path} has X of {x.dtype} {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
     rng = np.random.default_rng(0)
     shuffled = rng.permutation(len(y))
     test = np.concatenate([rows[: len(rows) // 5] for s in np.unique(site) for rows in [shuffled[site[shuffled] == s]]])
     train = np.setdiff1d(np.arange(len(y)), test)
-    median = np.nanmedian(x[train], axis=0)
+    absent = np.isnan(x[train]).all(axis=0)  # a feature nobody has tells nothing: 0
+    median = np.where(absent, 0, np.nanmedian(np.where(absent, 0, x[train]), axis=0))
     x = np.where(np.isnan(x), median, x).astype(np.float32)
     mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
     x = (x - mean) / np.where(deviation > 0, deviation, 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from covary.errors import CovaryError
 ARCHIVE = "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip"
 BLOCK = 1 << 20
 TIMEOUT = 60  # seconds without an answer
-AGAIN = "Run the same command again: it goes on from there."
+AGAIN = "Run the same command again later: it goes on from there."
 
 
 class Step(NamedTuple):
@@ -37,37 +39,53 @@ def fetch_emnist(root: Path, split: str, official: Mapping[str, Official], url: 
     missing = {n: f for n, f in wanted.items() if not (root / n).is_file() or sha256_of(root / n) != f.sha256}
     if not missing:
         return
-    root.mkdir(parents=True, exist_ok=True)
     part = root / "emnist.zip.part"
-    yield from _download(url, part)
-    yield from _extract(part, root, missing, url)
-    part.unlink()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        yield from _download(url, part)
+        yield from _extract(part, root, missing, url)
+        part.unlink()
+    except OSError as error:
+        raise CovaryError(f"{root} cannot be written ({error}). Choose another folder, or make room. {AGAIN}") from None
 
 
 def _download(url: str, part: Path) -> Iterator[Step]:
+    """Make the archive whole, from where it is if the server can, or else as a new file that replaces it at the end."""
     have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    fresh = part.with_suffix(".new")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            if answer.status != 206:  # the server sends the whole file
-                have = 0
-            length = answer.headers.get("Content-Length")
-            total = have + int(length) if length else None
-            with part.open("ab" if have else "wb") as file:
-                while block := answer.read(BLOCK):
-                    file.write(block)
-                    have += len(block)
-                    yield Step("downloading", have, total)
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        answer = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:  # nothing left to send: it was all there
             return
-        raise CovaryError(
-            f"{url} answered {error.code} {error.reason}. Try again later; the download will resume."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CovaryError(f"The download of {url} stopped after {have:,} bytes ({error}). {AGAIN}") from None
+        raise CovaryError(f"{url} answered {error.code} {error.reason}. {AGAIN}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise CovaryError(f"{url} cannot be reached ({error}). Is the address right? {AGAIN}") from None
+
+    resumed = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+    have = have if resumed else 0
+    target = part if resumed or not part.exists() else fresh
+    length = answer.headers.get("Content-Length")
+    total = have + int(length) if length and length.isdigit() else None
+    with answer, target.open("ab" if resumed else "wb") as file:
+        while True:
+            try:
+                block = answer.read(BLOCK)
+            except (OSError, http.client.HTTPException) as error:
+                raise CovaryError(f"The download of {url} stopped after {have:,} bytes ({error}). {AGAIN}") from None
+            if not block:
+                break
+            file.write(block)
+            have += len(block)
+            yield Step("downloading", have, total)
     if total is not None and have < total:
         raise CovaryError(f"The download of {url} stopped after {have:,} of {total:,} bytes. {AGAIN}")
+    if target == fresh:
+        if not zipfile.is_zipfile(fresh):
+            fresh.unlink()
+            raise CovaryError(f"{url} sent something that is not the archive. What was there is kept. {AGAIN}")
+        fresh.replace(part)
 
 
 def _extract(archive: Path, root: Path, wanted: Mapping[str, Official], url: str) -> Iterator[Step]:
@@ -88,7 +106,7 @@ def _extract(archive: Path, root: Path, wanted: Mapping[str, Official], url: str
                 if sha256_of(scratch) != expected.sha256:
                     raise zipfile.BadZipFile(f"the sha256 of {name} is not the official one")
                 scratch.rename(root / name)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         archive.unlink()
         for name in wanted:
             (root / f"{name}.part").unlink(missing_ok=True)

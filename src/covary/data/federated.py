@@ -100,6 +100,8 @@ class FederatedData:
                 "examples", "pairs (x, y) with whole-number labels", type(self.examples).__name__, "See data."
             )
         labels = self.examples[1].astype(int)
+        if labels.ndim != 1 or labels.min() < 0:
+            raise refused("labels", "one whole number of 0 or more a row", f"shape {labels.shape}", "Renumber them.")
         parts = np.split(labels, self.offsets[1:])
         return np.stack([np.bincount(part, minlength=int(labels.max()) + 1) for part in parts])
 

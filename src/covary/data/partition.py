@@ -29,7 +29,7 @@ def by_similarity(x: Any, y: Any, n_clients: int, similarity: float, seed: int =
 
     Reference: Karimireddy et al. 2020, section "Experiments", setup.
     """
-    x, y = _pair(x, y, n_clients)
+    x, y = _pair(x, y, n_clients, seed)
     if not isinstance(similarity, int | float | np.number) or not 0 <= similarity <= 1:
         raise refused("similarity", "between 0 and 1", similarity, "The paper's 10 % is similarity=0.1.")
 
@@ -79,8 +79,10 @@ def dirichlet(x: Any, y: Any, n_clients: int, alpha: float, seed: int = 0) -> Fe
 
     Reference: Yurochkin et al. 2019; Hsu, Qi and Brown 2019.
     """
-    x, y = _pair(x, y, n_clients)
+    x, y = _pair(x, y, n_clients, seed)
     positive("alpha", alpha)
+    if alpha > 1e6:
+        raise refused("alpha", "at most 1e6", alpha, "Clients are all alike there: use iid.")
     rng = np.random.default_rng(seed)
     owner = np.empty(len(y), int)
     for label in np.unique(y):
@@ -110,16 +112,25 @@ def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
         raise refused(
             "groups", f"one value for each of the {len(y)} examples", f"shape {groups.shape}", "See by_group."
         )
-    _, owner, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    try:
+        _, owner, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    except TypeError as error:
+        raise refused("groups", "values that can be sorted", str(error), "Use all numbers or all texts.") from None
     order = np.argsort(owner, kind="stable")
     return FederatedData((x[order], y[order]), sizes)
 
 
-def _pair(x: Any, y: Any, n_clients: Any) -> tuple[np.ndarray, np.ndarray]:
+def _pair(x: Any, y: Any, n_clients: Any, seed: Any = 0) -> tuple[np.ndarray, np.ndarray]:
     x, y = np.asarray(x), np.asarray(y)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise refused("seed", "a whole number of at least 0", repr(seed), "Try seed=0.")
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise refused(
             "x and y", "of one length", f"shapes {x.shape} and {y.shape}", "Each row of x has its label in y."
+        )
+    if y.ndim != 1 or (y.dtype.kind == "f" and np.isnan(y).any()):
+        raise refused(
+            "y", "one label a row, none of them NaN", f"shape {y.shape}, dtype {y.dtype}", "Use y.argmax(1), say."
         )
     if isinstance(n_clients, bool) or not isinstance(n_clients, int | np.integer) or not 1 <= n_clients <= len(y):
         raise refused("n_clients", f"between 1 and the {len(y)} examples", n_clients, "Every client needs an example.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,8 @@ def tune(
             break
         beyond = _half_decade(best / RATIO if best == least else best * RATIO)
         score = _score(members, best)[0]
-        rounds = budget.rounds if np.isinf(score) else min(budget.rounds, int(2 * score) + 1)
+        most = len(budget.seeds) * score  # a point whose seeds take longer has a worse mean
+        rounds = budget.rounds if np.isinf(most) else min(budget.rounds, int(most) + 1)
         members += attempt(setting, problem, budget, [beyond], rounds, target, log).table
     best = _best(members)
     chosen = [m for m in members if m["eta_l"] == best]
@@ -204,6 +205,17 @@ def _best(members: list[dict[str, Any]]) -> float:
 def cell_from(record: dict[str, Any]) -> Cell:
     """A cell from its JSON record."""
     return Cell(**{**record, "setting": Setting(**record["setting"])})
+
+
+def fewer(first: float, second: float) -> bool | None:
+    """Whether the first number of rounds is the smaller; not decided where neither reached the target."""
+    return None if np.isinf(first) and np.isinf(second) else first < second
+
+
+def every(answers: Iterable[bool | None]) -> bool | None:
+    """All of them: one that fails decides it, and one that is not decided leaves it open."""
+    answers = list(answers)
+    return False if False in answers else None if None in answers else True
 
 
 def find(cells: Sequence[Cell], **wanted: Any) -> Cell:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from covary import __version__ as covary_version
 from covary.errors import CovaryError
 from covary.experiments import fig3, table3, table4, table5
 from covary.experiments.common import Budget, Cell, Claim, Log, Setting, cell_from, load_emnist
@@ -46,7 +48,8 @@ def run_table(
 ) -> Iterator[Cell]:
     """Measure every cell that the folder does not hold yet, and keep each as soon as it is known."""
     table = TABLES[name]
-    budget: Budget = table.QUICK if quick else Budget()
+    started = time.perf_counter()
+    budget: Budget = table.QUICK if quick else table.FULL
     budget = budget if seeds is None else replace(budget, seeds=tuple(range(seeds)))
     emnist = load_emnist(root, table.PAPER_WHITE if paper_white is None else paper_white)
     header = {
@@ -62,6 +65,7 @@ def run_table(
     for cell in table.run(emnist, budget, [s for s in table.settings(quick) if s not in done], quick, log):
         folder.append({"kind": "cell", **asdict(cell)})
         yield cell
+    folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
 
 
 def run_figure(folder: RunFolder, command: str) -> None:
@@ -80,9 +84,11 @@ def cells_of(name: str, quick: bool) -> int:
 def outcome(folder: RunFolder) -> Outcome:
     """What the folder holds, as a table and as claims that hold or not."""
     header, *records = folder.read()
-    name = header["experiment"]
-    seconds = sum(record.get("seconds", 0.0) for record in records)
-    records = [{k: v for k, v in record.items() if k != "kind"} for record in records]
+    name = header.get("experiment")
+    if name not in EXPERIMENTS:
+        raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a folder that covary reproduce made.")
+    seconds = max(sum(r.get("seconds", 0.0) for r in records), sum(r.get("wall_seconds", 0.0) for r in records))
+    records = [{k: v for k, v in record.items() if k != "kind"} for record in records if record["kind"] != "end"]
     if name == "fig3":
         return Outcome(name, header, fig3.rows(records), fig3.claims(records), records, seconds)
     cells = [cell_from(record) for record in records]
@@ -125,14 +131,19 @@ def machine() -> dict[str, Any]:
         "device": f"{len(jax.devices())} × {device.device_kind}" if device.platform != "cpu" else _cpu(),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "jaxlib", "numpy")},
+            **{name: _version(name) for name in ("covary", "jax", "jaxlib", "numpy")},
         },
     }
 
 
-def _cpu() -> str:
-    import os
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its source folder
+        return covary_version if package == "covary" else "unknown"
 
+
+def _cpu() -> str:
     return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
@@ -143,13 +154,14 @@ def _held(folder: RunFolder, header: dict[str, Any]) -> set[Setting]:
         return set()
     folder.drop_torn_line()
     first, *records = folder.read()
-    for key in ("experiment", "data", "quick", "budget"):
-        if json.loads(json.dumps(header[key])) != first[key]:
+    for key in ("experiment", "data", "quick", "budget", "device", "versions"):
+        if json.loads(json.dumps(header[key])) != first.get(key):
             raise CovaryError(
-                f"{folder.path} was begun with {key} = {first[key]}, not {header[key]}. "
+                f"{folder.path} was begun with {key} = {first.get(key)}, not {header[key]}. "
                 "Give the same options, or start anew."
             )
-    return {cell_from({k: v for k, v in record.items() if k != "kind"}).setting for record in records}
+    cells = [{k: v for k, v in record.items() if k != "kind"} for record in records if record["kind"] == "cell"]
+    return {cell_from(cell).setting for cell in cells}
 
 
 def _markdown(result: Outcome, title: str) -> str:
@@ -162,7 +174,7 @@ def _markdown(result: Outcome, title: str) -> str:
         lines += [f"**{quick_note(result)}**", ""]
     lines += [
         f"- Data: {header['data']}.",
-        f"- Command: `{header['command']}`, {result.seconds:.0f} s in all, compilation included.",
+        f"- Command: `{header['command']}`, {result.seconds:.0f} s, compilation included.",
         f"- Machine: {header['device']}; {versions}.",
     ]
     if "budget" in header:

@@ -1,12 +1,12 @@
 """Table 5 of the paper: best test accuracy within 1,000 rounds of a 2-layer network on EMNIST.
 
-100 clients, 20 % sampled, 5 local epochs of 5 steps (SGD: one full step), eta_g = 1, eta_l tuned for every cell.
+100 clients, 20 % sampled, 5 local epochs of 5 steps (SGD: one full step), eta_g = 1, eta_l tuned for every cell. The
+accuracy is measured every 5 rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +24,10 @@ PAPER = {
     ("scaffold", 0.0): 0.801,
     ("scaffold", 0.1): 0.842,
 }
-QUICK = Budget(clients=20, examples=6000, test_examples=2000, rounds=60, seeds=(0,), step_sizes=3, hidden=50)
+FULL = Budget(eval_every=5)
+QUICK = Budget(
+    eval_every=5, clients=20, examples=6000, test_examples=2000, rounds=60, seeds=(0,), step_sizes=3, hidden=50
+)
 
 
 def settings(quick: bool) -> list[Setting]:
@@ -32,7 +35,6 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def run(emnist: Emnist, budget: Budget, todo: Sequence[Setting], quick: bool, log: Log | None) -> Iterator[Cell]:
-    budget = replace(budget, eval_every=5)
     problems = {s: emnist.problem(s, budget, network=True) for s in {setting.similarity for setting in todo}}
     for setting in todo:
         yield tune(setting, problems[setting.similarity], budget, CENTRE[setting.algorithm], None, log)

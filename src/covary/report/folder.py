@@ -38,8 +38,12 @@ class RunFolder:
                 path.mkdir(parents=True)
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise CovaryError(
+                    f"A run folder cannot be made in {parent} ({error}). Choose another with --out."
+                ) from None
             return cls(path)
-        raise FileExistsError(f"1,000 run folders named {stem} exist already under {parent}.")
+        raise CovaryError(f"1,000 run folders named {stem} exist already in {parent}. Choose another with --out.")
 
     def read(self) -> list[dict[str, Any]]:
         """The records so far; a last line cut off by a crash is left out."""
@@ -47,8 +51,13 @@ class RunFolder:
             raise CovaryError(
                 f"{self.path} is not a run folder: it has no results.jsonl. Pass a folder that covary made."
             )
-        lines = self.results.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        try:
+            records = [json.loads(line) for line in self.results.read_text(encoding="utf-8").split("\n")[:-1]]
+        except ValueError as error:
+            raise CovaryError(f"{self.results} is damaged ({error}). Start anew in another folder.") from None
+        if not records:
+            raise CovaryError(f"{self.results} is empty. Start anew in another folder.")
+        return records
 
     def drop_torn_line(self) -> None:
         """Cut off a last line that a crash left without its end, before more is appended."""

@@ -94,6 +94,10 @@ def _table4(result: Any, title: str, path: Path) -> None:
             if not own:
                 continue
             shares, rounds = np.array(own).T
+            if shares[0] > min(c.setting.clients_per_round for c in cells):  # a smaller share did not get there
+                ax.annotate(
+                    "1k+ ▸", (100 * shares[0], rounds[0]), textcoords="offset points", xytext=(8, 0), fontsize=8
+                )
             ax.loglog(100 * shares, rounds, "o-", color=STYLES[algorithm][0], label=algorithm)
             linear = rounds[-1] * shares[-1] / shares
             ax.loglog(100 * shares, linear, ":", color=STYLES[algorithm][0], linewidth=1, label="as many times slower")

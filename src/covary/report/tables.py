@@ -61,13 +61,12 @@ def claims_table(claims: Sequence[Any]) -> Table:
 
 def sweep_table(tried: Any, title: str) -> Table:
     """One row a point of the grid: means over the seeds, the best in green."""
-    metrics = [name for name in tried.curves if name not in ("drift", "control_error")]
     table = Table(title=title, title_justify="left")
     for name in tried.points[0]:
         table.add_column(name, justify="right")
     if tried.target:
         table.add_column(f"rounds to {tried.target[0]} {tried.target[1]:g}", justify="right")
-    for name in metrics:
+    for name in tried.metrics:
         table.add_column(f"best {name}", justify="right")
     table.add_column("ended")
     best, rounds = tried.best(), tried.mean_rounds()
@@ -76,7 +75,7 @@ def sweep_table(tried: Any, title: str) -> Table:
         cells = [f"{value:g}" for value in point.values()]
         if tried.target:
             cells.append("—" if math.isinf(rounds[p]) else f"{rounds[p]:.1f}")
-        for name in metrics:
+        for name in tried.metrics:
             seen = [row[f"best_{name}"] for row in rows if row[f"best_{name}"] is not None]
             cells.append(f"{np.mean(seen):.4g}" if seen else "—")
         endings = [row["outcome"] for row in rows]
@@ -90,7 +89,7 @@ def histogram_table(title: str, counts: np.ndarray) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("client", justify="right")
     table.add_column("examples", justify="right")
-    table.add_column(f"labels 0 to {counts.shape[1] - 1}")
+    table.add_column(f"labels 0 to {counts.shape[1] - 1}", overflow="fold")
     heights = np.ceil((len(BLOCKS) - 1) * counts / counts.max()).astype(int)
     for client, (row, height) in enumerate(zip(counts, heights, strict=True)):
         table.add_row(str(client), f"{row.sum():,}", "".join(BLOCKS[h] for h in height))
