@@ -76,6 +76,12 @@ def test_local_optimisers_are_refused_with_the_reason():
         ({"target": 0.5}, "target must be"),
         ({"target": ("accuracy", float("nan"))}, "target must be"),
         ({"target": ("accuracy", "high")}, "target must be"),
+        ({"target": ("accuracy", "<", 0.5)}, "target must be"),
+        ({"target": (np.ones(2), 0.5)}, "target must be"),
+        ({"weights": np.ones(3) / 3}, "weights must be"),
+        ({"average": np.ones(3)}, "average must be"),
+        ({"x0": np.zeros((3, 4))}, "x0 must be"),
+        ({"x0": np.zeros(12, complex)}, "x0 must be"),
         ({"average": "geometric"}, "average must be"),
         ({"average": 1.0}, "average must be"),
         ({"x0": np.zeros(5)}, "x0 must be the model's params or a vector of 12 numbers; got shape \\(5,\\)"),
@@ -195,6 +201,9 @@ class Model:
         (lambda d: cv.supervised(cv.models.logistic_regression(4, 3), d), "x must be of 4 features an example; got 3"),
         (lambda d: cv.supervised(cv.models.logistic_regression(3, 3), d, test=(X, Y + 1)), "y must be labels"),
         (lambda d: cv.supervised(cv.models.logistic_regression(3, 3), d, test=X), "test must be a batch of the form"),
+        (lambda d: cv.supervised(Model(), d, test=(X[:, :2], Y)), r"test must be numbers of shape \(rows, 3\)"),
+        (lambda d: cv.supervised(Model(), d, test=5), "test must be a batch of the form"),
+        (lambda d: cv.supervised(Model(metrics=lambda p, b: {3: jnp.sum(p)}), d), "must be a dict of single numbers"),
         (lambda d: cv.supervised(cv.models.logistic_regression(3, 3), d, test=(X * np.nan, Y)), "has NaN"),
     ],
 )
@@ -209,12 +218,60 @@ def test_an_error_inside_the_users_loss_is_passed_on_with_how_it_was_called():
     assert "covary called the model's loss with" in "\n".join(error.value.__notes__)
 
 
-def test_a_loss_that_is_not_a_mean_is_refused_where_clients_differ_in_size():
+def test_a_loss_that_is_not_a_mean_is_refused():
     def total(params, batch):
         return jnp.sum((batch[0] @ params - batch[1]) ** 2)
 
-    equal = cv.supervised(Model(total), cv.FederatedData((X, Y), [3, 3]))
-    cv.simulate(cv.fedavg(0.01), equal, 2)  # every batch has the same size: the user's own scale is as good as any
-    ragged = cv.supervised(Model(total), cv.FederatedData((X, Y), [2, 4]))
-    with pytest.raises(cv.CovaryError, match="must be the mean over the examples of the batch"):
-        cv.simulate(cv.fedavg(0.01), ragged, 2)
+    def tiny_total(params, batch):
+        return 1e-7 * total(params, batch)
+
+    def coupled(params, batch):  # a mean, but of examples that depend on the batch, as with BatchNorm
+        x = batch[0] - batch[0].mean(axis=0) + jnp.arange(3.0)
+        return jnp.mean((x @ params - batch[1]) ** 2)
+
+    for loss in (total, tiny_total):
+        for sizes in ([3, 3], [2, 4]):
+            problem = cv.supervised(Model(loss), cv.FederatedData((X, Y), sizes))
+            with pytest.raises(cv.CovaryError, match="must be the mean over the batch; the same examples twice over"):
+                cv.simulate(cv.fedavg(0.01), problem, 2)
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    cv.simulate(cv.fedavg(0.01), cv.supervised(Model(coupled), cv.FederatedData((x, Y), [3, 3])), 2)
+    with pytest.raises(cv.CovaryError, match="must be the mean of its examples' own losses here"):
+        cv.simulate(cv.fedavg(0.01), cv.supervised(Model(coupled), cv.FederatedData((x, Y), [2, 4])), 2)
+
+
+def test_values_that_the_number_type_cannot_hold():
+    single = Model(init=lambda key: jnp.zeros(3, jnp.float32))
+    problem = cv.supervised(single, cv.FederatedData((X, Y), [3, 3]))
+    for eta_l in (1e-46, 1e39):
+        with pytest.raises(cv.CovaryError, match="eta_l must be a number that float32 can hold"):
+            cv.simulate(cv.scaffold(eta_l), problem, 2)
+    broken = Model(init=lambda key: jnp.full(3, jnp.nan))
+    with pytest.raises(cv.CovaryError, match=r"init\(key\) must be finite"):
+        cv.simulate(cv.sgd(0.1), cv.supervised(broken, cv.FederatedData((X, Y), [3, 3])), 2)
+    wild = Model(loss=lambda params, batch: jnp.mean(batch[0] @ params) / 0.0)
+    with pytest.raises(cv.CovaryError, match="at the starting point"):
+        cv.simulate(cv.sgd(0.1), cv.supervised(wild, cv.FederatedData((X, Y), [3, 3])), 2)
+
+
+@pytest.mark.parametrize(
+    ("clients", "says"),
+    [
+        (
+            [(np.zeros((2, 1)), np.zeros(3)), (np.ones((3, 1)), np.ones(2))],
+            r"clients\[0\] must be arrays of one length",
+        ),
+        (
+            [(np.zeros((2, 1)), np.zeros(2)), (np.zeros((2, 4)), np.zeros(2))],
+            r"clients\[1\] must be of shape \(rows, 1\)",
+        ),
+        ([(np.zeros((2, 1)), np.zeros(2)), {"x": np.zeros(2)}], r"clients\[1\] must be of the form of clients\[0\]"),
+        ([(1, 2)], r"clients\[0\] must be arrays of one length"),
+        ([()], r"clients\[0\] must be of the form"),
+        (iter([]), "clients must be a list"),
+    ],
+    ids=["lengths", "features", "forms", "scalars", "nothing", "iterator"],
+)
+def test_from_clients_mixes_nothing_up(clients, says):
+    with pytest.raises(cv.CovaryError, match=says):
+        cv.FederatedData.from_clients(clients)

@@ -35,6 +35,7 @@ def test_run_in_a_fresh_process(tmp_path):
     ("args", "says"),
     [
         (["run", "adam"], "ALGORITHM must be one of"),
+        (["run", "[/bold]"], "ALGORITHM must be one of"),
         (["run", "sgd", "--mu", "1"], "--mu is not an option of sgd"),
         (["run", "scaffold", "--clients-per-round", "50"], "clients_per_round must be between 1 and 20; got 50"),
     ],

@@ -26,6 +26,13 @@ def test_by_similarity_loses_nothing_and_shares_evenly(division):
     np.testing.assert_array_equal(again.examples[0], x)
 
 
+def test_the_seed_decides_the_partition():
+    y = np.arange(60) % 3
+    for divide in (cv.partition.iid, lambda x, y, n, seed: cv.partition.dirichlet(x, y, n, 1.0, seed)):
+        first, second = (divide(np.arange(60), y, 4, seed=seed).examples[0].tolist() for seed in (0, 1))
+        assert first != second
+
+
 @given(divisions())
 def test_similarity_0_is_sorted_by_label(division):
     y, n_clients, _, seed = division

@@ -37,7 +37,7 @@ def test_fig3(tmp_path):
 def test_table3_quick(tmp_path):
     outcome = reproduced("table3", tmp_path)
     assert outcome.claims[0].holds, outcome.claims[0]  # SCAFFOLD needs the fewest rounds at 0 % similarity
-    assert outcome.claims[-1].holds, outcome.claims[-1]  # with i.i.d. clients more epochs never hurt
+    assert verdicts(outcome)["With i.i.d. clients more epochs never hurt FedAvg and SCAFFOLD."]
     header, body = outcome.table
     assert header == ["similarity", "algorithm", "1 epoch", "5 epochs"]
     assert len(body) == 12

@@ -1,5 +1,8 @@
 """The engine: sampling, batches, weights, warm start, averages, targets, divergence, the history."""
 
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,6 +62,26 @@ def test_each_epoch_and_each_client_has_its_own_order():
     np.testing.assert_allclose(np.sort(three_epochs), [1, 1, 1.5, 1.5])
 
 
+def test_epochs_and_rounds_draw_anew():
+    def batch_at(step):  # which examples the step with this number used
+        before = touched([30], batch_size=3, local_steps=step)[0] if step else 0
+        return (touched([30], batch_size=3, local_steps=step + 1)[0] - before) > 1e-12
+
+    assert batch_at(0).sum() == batch_at(10).sum() == 3
+    assert not np.array_equal(batch_at(0), batch_at(10))  # the first batches of two epochs
+    problem = cv.supervised(Coordinates(30), cv.FederatedData(np.eye(30), [30]))
+    one, two = (cv.simulate(cv.fedavg(1.0), problem, r, batch_size=3, local_steps=1).x for r in (1, 2))
+    assert not np.array_equal(one, two - one)
+
+
+def test_option_2_keeps_each_clients_own_mean_gradient_where_K_differs():
+    problem = cv.supervised(Coordinates(8), cv.FederatedData(np.eye(8), [2, 6]))
+    run = cv.simulate(cv.scaffold(0.7), problem, rounds=1, batch_size=2, local_epochs=1)  # K_i = 1 and 3
+    np.testing.assert_allclose(run.clients.c_i[0], [1 / 2] * 2 + [0] * 6)
+    np.testing.assert_allclose(run.clients.c_i[1], [0] * 2 + [1 / 2 / 3] * 6)
+    np.testing.assert_allclose(run.server.c, run.clients.c_i.mean(axis=0))
+
+
 def test_a_clients_batches_do_not_depend_on_the_other_clients():
     """So that a deployed client, which knows only its own data, draws the batches of the simulation."""
     np.testing.assert_array_equal(
@@ -108,6 +131,32 @@ def test_weighted_scaffold_reaches_the_weighted_optimum():
     run = cv.simulate(cv.scaffold(0.05), ragged, 600, weights="examples", **settings)
     p = np.array(sizes) / 8
     np.testing.assert_allclose(run.x, -np.linalg.solve(np.tensordot(p, A, 1), p @ b), atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [cv.sgd(0.01), cv.fedavg(0.01), cv.mime(0.01), cv.dane(0.01)], ids=str)
+def test_weights_mean_the_same_objective_however_few_clients_are_sampled(algorithm):
+    """f = 0.1 f_1 + 0.9 f_2 has its optimum at 9; an average that forgets the weights under sampling finds 5."""
+    A, b = np.ones((10, 1, 1)), np.array([[0.0]] + [[-10.0]] * 9)
+    quadratic = cv.quadratics(A, b)
+    problem = cv.Problem(quadratic.init, quadratic.loss, None, cv.FederatedData((A, b), [1, 9]))
+    run = cv.simulate(algorithm, problem, 8000, clients_per_round=1, local_steps=1, weights="examples", average=0.001)
+    assert abs(run.average[0] - 9) < 0.5
+
+
+def test_metrics_are_measured_on_the_test_set():
+    x, y = np.eye(3), np.array([0, 1, 2])
+    problem = cv.supervised(
+        cv.models.logistic_regression(3, 3), cv.FederatedData((x, y), [3]), (x, np.array([1, 1, 2]))
+    )
+    run = cv.simulate(cv.sgd(1.0), problem, 5)
+    assert run.history["accuracy"][-1] == pytest.approx(2 / 3)
+
+
+def test_the_seed_decides_the_initial_model():
+    data = cv.FederatedData((np.eye(3), np.array([0, 1, 2])), [3])
+    problem = cv.supervised(cv.models.mlp(3, 4, 3), data)
+    first, second = (cv.simulate(cv.sgd(1e-9), problem, 1, seed=s).params["w1"] for s in (0, 1))
+    assert np.abs(first - second).max() > 0.1
 
 
 def test_warm_start_visits_every_client_once_and_sets_its_control():
@@ -237,7 +286,8 @@ def test_divergence_is_told_and_nothing_returned_is_nan():
     assert run.rounds == run.diverged - 1
     for values in (run.x, run.server.c, run.clients.c_i, *run.history.values()):
         assert np.isfinite(values).all()
-    again = cv.simulate(cv.scaffold(1000.0), PROBLEM, run.rounds, local_steps=5)
+    with pytest.warns(cv.DivergenceWarning, match="is diverging"):
+        again = cv.simulate(cv.scaffold(1000.0), PROBLEM, run.rounds, local_steps=5)
     np.testing.assert_array_equal(run.x, again.x)  # the last good state
     np.testing.assert_array_equal(run.clients.c_i, again.clients.c_i)
 
@@ -247,6 +297,59 @@ def test_divergence_in_the_first_round_leaves_an_empty_history():
         run = cv.simulate(cv.fedavg(1e300), PROBLEM, 10, local_steps=5)
     assert run.diverged == 1
     assert run.rounds == 0
+
+
+def test_a_state_that_overflows_beside_a_finite_model_is_divergence_too():
+    class Server(NamedTuple):
+        x: Any
+        m: Any
+
+    def aggregate(server, mean, fraction):
+        return Server(server.x + mean.dy, 1e200 * server.m)
+
+    trip = replace(cv.fedavg(0.1).exchanges[0], aggregate=aggregate)
+    growing = replace(cv.fedavg(0.1), exchanges=(trip,), init_server=lambda x: Server(x, 0 * x + 1), recipe=None)
+    with pytest.warns(cv.DivergenceWarning, match="round 2:"):
+        run = cv.simulate(growing, PROBLEM, 5, local_steps=1)
+    assert np.isfinite(run.server.m).all()
+
+
+def test_a_loss_that_explodes_is_told_before_it_overflows():
+    with pytest.warns(cv.DivergenceWarning, match=r"is diverging: its loss grew from .*eta_l=5.* smaller"):
+        cv.simulate(cv.fedavg(5.0), PROBLEM, 8, local_steps=3)
+
+
+def test_which_way_a_metric_is_to_go():
+    class Mean:
+        def init(self, key):
+            return jnp.zeros(1)
+
+        def loss(self, params, batch):
+            return jnp.mean((params - batch) ** 2)
+
+        def metrics(self, params, batch):
+            return {"rmse": jnp.sqrt(self.loss(params, batch)), "distance": jnp.abs(params[0] - 3)}
+
+    problem = cv.supervised(Mean(), cv.FederatedData(np.full((4, 1), 3.0), [2, 2]))
+    assert cv.simulate(cv.sgd(0.1), problem, 50, target=("rmse", 0.1)).reached == 16
+    assert cv.simulate(cv.sgd(0.1), problem, 50, target=("distance", "<=", 0.1)).reached == 16
+    tried = cv.sweep(cv.sgd, problem, {"eta_l": [0.1, 0.4]}, rounds=50, target=("distance", "<=", 0.1))
+    assert tried.best() == 1
+
+
+def test_a_model_object_that_holds_arrays():
+    @dataclass
+    class Holder:  # unhashable, as dataclasses are
+        offset: np.ndarray
+
+        def init(self, key):
+            return jnp.zeros(2)
+
+        def loss(self, params, batch):
+            return jnp.mean((params - self.offset - batch) ** 2)
+
+    problem = cv.supervised(Holder(np.ones(2)), cv.FederatedData(np.ones((4, 2)), [2, 2]))
+    np.testing.assert_allclose(cv.simulate(cv.sgd(0.5), problem, 60).x, [2, 2], atol=1e-6)
 
 
 def test_x0_as_params_as_a_vector_and_from_another_run():

@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec
 
-import numpy as np
 from jax.core import Tracer
-
-from covary.errors import CovaryError, refused
 
 Gradient = Callable[[Any], Any]
 """y -> a gradient at y: of one minibatch (`grad`) or over all the client's data (`full_grad`)."""
@@ -38,6 +35,7 @@ class Exchange:
     ]  # (local, down, client, full_grad, K) -> up, client
     aggregate: Callable[[Any, Any, Any], Any]  # (server, mean_up, fraction) -> server; fraction of clients that replied
     step: Callable[[Any, Any, Any, Gradient], Any] | None = None  # (local, down, client, grad) -> local
+    together: bool = False  # all follow a direction that this round's cohort formed: their weights then sum to one
 
 
 @dataclass(frozen=True)
@@ -66,36 +64,6 @@ class Algorithm:
     def __str__(self) -> str:
         options = dict(self.recipe[1]) if self.recipe else {}
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in {**self.numbers, **options}.items())})"
-
-
-def positive(name: str, value: Any) -> None:
-    """Refuse anything but a finite number above zero (a traced value passes: its number is not known yet)."""
-    if _number(name, value) <= 0:
-        raise refused(name, "a number above 0", value, "Try 0.1, then tune it by factors of 3.")
-
-
-def non_negative(name: str, value: Any) -> None:
-    """Refuse anything but a finite number of zero or more."""
-    if _number(name, value) < 0:
-        raise refused(name, "a number of 0 or more", value, "Use 0 to switch the term off.")
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, Tracer):
-        return 1.0
-    if hasattr(value, "update") or hasattr(value, "step") or callable(value):
-        raise CovaryError(
-            f"{name} must be a number, the step-size of plain SGD; got {type(value).__name__}. Local optimisers and "
-            "schedules are refused: a control variate is the mean of the local gradients only because every local "
-            "step is -eta_l times a gradient, so with momentum or Adam (x - y)/(K eta_l) would be wrong. "
-            f"Pass {name}=0.1, say, and tune it."
-        )
-    array = np.asarray(value) if not isinstance(value, bool | str) else np.asarray("not a number")
-    if array.ndim > 0:
-        raise refused(name, "one number", f"an array of shape {array.shape}", "Build one algorithm for each value.")
-    if array.dtype.kind not in "fiu" or not np.isfinite(array):
-        raise refused(name, "a finite number", repr(value), "Try 0.1, then tune it by factors of 3.")
-    return float(array)
 
 
 P = ParamSpec("P")

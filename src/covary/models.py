@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary.checks import whole
 from covary.errors import CovaryError, refused
 
 
@@ -34,8 +35,8 @@ def logistic_regression(n_features: int, n_classes: int) -> Model:
     >>> round(float(loss), 4)  # log(10): all classes are equally likely at zero
     2.3026
     """
-    _whole("n_features", n_features, 1)
-    _whole("n_classes", n_classes, 2)
+    whole("n_features", n_features, 1)
+    whole("n_classes", n_classes, 2)
 
     def init(key: Any) -> dict[str, Any]:
         return {"w": jnp.zeros((n_features, n_classes)), "b": jnp.zeros(n_classes)}
@@ -51,9 +52,9 @@ def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
     >>> model.init(jax.random.key(0))["w1"].shape
     (64, 32)
     """
-    _whole("n_features", n_features, 1)
-    _whole("hidden", hidden, 1)
-    _whole("n_classes", n_classes, 2)
+    whole("n_features", n_features, 1)
+    whole("hidden", hidden, 1)
+    whole("n_classes", n_classes, 2)
 
     def init(key: Any) -> dict[str, Any]:
         key1, key2 = jax.random.split(key)
@@ -127,14 +128,10 @@ def _fits(n_features: int, n_classes: int) -> Callable[[Any], None]:
             )
         wrong = np.flatnonzero((y < 0) | (y >= n_classes))
         if wrong.size:
+            larger = f" or build the model with n_classes={int(y.max()) + 1}" if y.min() >= 0 else ""
             raise CovaryError(
                 f"y must be labels from 0 to {n_classes - 1}; got {y[wrong[0]]} in row {wrong[0]} ({wrong.size} such "
-                f"rows). Renumber the labels or build the model with n_classes={int(y.max()) + 1}."
+                f"rows). Renumber the labels from 0{larger}."
             )
 
     return check
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise refused(name, f"a whole number of at least {least}", repr(value), "Count the columns or classes.")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from covary.algorithm import Algorithm
+from covary.checks import whole
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
 
@@ -28,6 +29,7 @@ class Plan:
     ragged_batches: bool
     ragged_sizes: bool
     flat_weights: bool  # every example weighs the same in f
+    steps_on_wire: int | None  # `steps`, where the server can form what option II leaves unsent from it
 
 
 class Layout(NamedTuple):
@@ -65,7 +67,7 @@ def make_plan(
     else:
         steps = per_epoch * whole("local_epochs", 1 if local_epochs is None else local_epochs, 1)
 
-    if weights not in ("uniform", "examples"):
+    if not isinstance(weights, str) or weights not in ("uniform", "examples"):
         raise refused("weights", '"uniform" or "examples"', repr(weights), "The paper's f is the uniform mean.")
     p = np.full(N, 1 / N) if weights == "uniform" else sizes / sizes.sum()
 
@@ -89,18 +91,10 @@ def make_plan(
         epochs=int(np.max(-(-steps // per_epoch))),
         ragged_batches=leftover or (uneven and batching != "rows"),
         ragged_sizes=uneven,
+        steps_on_wire=int(steps[0]) if equal and (S == N or bool((p == p[0]).all())) else None,
         flat_weights=bool(np.allclose(p / sizes, p[0] / sizes[0], rtol=1e-12)),
     )
     return plan, Layout(problem.data.offsets, sizes, batch, per_epoch, steps, p)
-
-
-def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """The value as an int, refused unless it is a whole number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise refused(name, f"a whole number of at least {least}", repr(value), f"Try {name}={max(least, 10)}.")
-    if value > most:
-        raise refused(name, f"at most {most:,}", f"{value:,}", f"Try {name}={max(least, 10)}.")
-    return int(value)
 
 
 def _cohort(clients_per_round: int | float | None, N: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from covary.algorithm import non_negative, positive
+from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
 from covary.errors import CovaryError, refused
 
@@ -45,24 +46,49 @@ class Problem:
         return tuple(jax.eval_shape(self.metrics, _shape_of_params(self.init), _rows(self.data.examples, 2)))
 
     @cached_property
-    def loss_is_a_mean(self) -> bool:
-        """Whether the loss of a batch is the mean of the losses of its examples, seen on a few examples."""
+    def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
+        """The loss of a few examples, of the same examples twice over, and of each alone, near the starting point."""
 
         @jax.jit
-        def both(batch: Any) -> tuple[Any, Any]:
+        def losses(batch: Any) -> tuple[Any, Any, Any]:
             x, unravel = ravel_pytree(self.init(jax.random.key(0)))
             params = unravel(x + 0.01 * jax.random.normal(jax.random.key(1), x.shape, x.dtype))
+            twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
             each = jax.vmap(lambda example: self.loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
-            return self.loss(params, batch), each.mean()
+            return self.loss(params, batch), self.loss(params, twice), each
 
-        whole, mean = both(jax.tree.map(lambda a: a[:3], self.data.examples))
-        return bool(np.allclose(whole, mean, rtol=1e-3, atol=1e-5))
+        once, twice, each = losses(jax.tree.map(lambda a: a[:3], self.data.on_device))
+        return float(once), float(twice), np.asarray(each)
+
+    def refuse_other_losses(self, one_by_one: bool) -> None:
+        """Refuse a loss that is no mean over the batch; where batches differ in size, also one that mixes examples."""
+        once, twice, each = self._loss_of_few
+        near = 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
+        if not np.isfinite([once, twice]).all():
+            raise CovaryError(
+                f"loss(params, batch) is {once} at the starting point. Check the data's scale, init and the loss for "
+                "divisions by zero and logarithms of zero."
+            )
+        if abs(once - twice) > near:
+            raise CovaryError(
+                "loss(params, batch) must be the mean over the batch; the same examples twice over changed it from "
+                f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum: K steps on batches and full gradients "
+                "have one scale only then."
+            )
+        if one_by_one and abs(once - each.mean()) > near:
+            raise CovaryError(
+                "loss(params, batch) must be the mean of its examples' own losses here, because clients have batches "
+                "of different sizes; on the first examples it is not. Let no example's loss depend on the others (as "
+                "BatchNorm does), or give every client the same number of examples."
+            )
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
         """The flat starting point (from `x0`, or from `init` with the seed) and the way back to params."""
         params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))
         flat, unravel = ravel_pytree(params)
         x = np.asarray(flat)
+        if not np.isfinite(x).all():
+            raise refused("init(key)", "finite", "NaN or infinity in it", "Check the scale of the initial parameters.")
         if x0 is None:
             return x, unravel
         if jax.tree.structure(x0) == jax.tree.structure(params):
@@ -70,7 +96,8 @@ class Problem:
             if shapes == [np.shape(leaf) for leaf in jax.tree.leaves(params)]:
                 x0 = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(x0)])
         try:
-            flat = np.asarray(x0, x.dtype).reshape(-1)
+            flat = np.asarray(x0)
+            flat = np.atleast_1d(flat).astype(x.dtype) if flat.dtype.kind in "biuf" else np.empty(0)
         except (TypeError, ValueError):
             flat = np.empty(0)
         if flat.shape != x.shape:
@@ -123,16 +150,19 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
             "loss(params, batch)", "one real number", came, "Return the mean over the batch, say jnp.mean(...)."
         )
     metrics = getattr(model, "metrics", None)
+    if metrics is not None and not callable(metrics):
+        raise refused("model.metrics", "a method", type(metrics).__name__, "Leave it out, or return a dict of numbers.")
     if metrics is not None:
         values = _trace("metrics", metrics, params, batch)
-        if not isinstance(values, dict) or any(getattr(v, "shape", None) != () for v in values.values()):
+        ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
+        if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
             raise refused(
                 "metrics(params, batch)", "a dict of single numbers", values, "Return {'accuracy': ...}, say."
             )
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named unlike covary's own columns", repr(name), "Choose another name.")
-    return Problem(model.init, model.loss, metrics, data, test)
+    return Problem(model.init, _hashable(model.loss), _hashable(metrics), data, test)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -189,6 +219,15 @@ def lower_bound(G: float, mu: float = 1.0) -> Problem:
     return quadratics(A=[[[2 * mu]], [[0.0]]], b=[[G], [-G]])
 
 
+def _hashable(function: Any) -> Any:
+    """The function, or a stand-in that is known by its identity: programs are kept by their functions."""
+    try:
+        hash(function)
+    except TypeError:  # a method of an object that holds arrays
+        return functools.partial(function)
+    return function
+
+
 def _checked_test(test: Any, examples: Any) -> Any:
     """The test batch as arrays, refused unless it has the form of the training data and finite values."""
     form = jax.tree.structure(examples)
@@ -201,7 +240,12 @@ def _checked_test(test: Any, examples: Any) -> Any:
         raise refused(
             "test", "arrays of one length with at least one row", f"shapes {shapes}", "Each row is one example."
         )
-    for leaf in leaves:
+    for leaf, own in zip(leaves, jax.tree.leaves(examples), strict=True):
+        if leaf.shape[1:] != own.shape[1:] or leaf.dtype.kind not in "biuf":
+            came = f"shape {leaf.shape}, dtype {leaf.dtype}"
+            raise refused(
+                "test", f"numbers of shape (rows, {', '.join(map(str, own.shape[1:]))})", came, "As the data."
+            )
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             row = int(np.flatnonzero(~np.isfinite(leaf.reshape(len(leaf), -1)).all(axis=1))[0])
             raise CovaryError(f"test has NaN or infinity, first in row {row}. Drop or impute such values.")
@@ -219,6 +263,11 @@ def _shape_of_params(init: Callable[[Any], Any]) -> Any:
     if not leaves:
         raise refused("init(key)", "a tree with at least one array", params, "Return the model's parameters.")
     for path, leaf in leaves:
+        if not hasattr(leaf, "dtype"):
+            came = type(leaf).__name__
+            raise refused(
+                f"params{jax.tree_util.keystr(path)}", "an array", came, "Keep functions and texts out of params."
+            )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise refused(
                 f"params{jax.tree_util.keystr(path)}",

@@ -154,7 +154,7 @@ def one_round(
     algorithm = rebuild(program.recipe, numbers)
     key = jax.random.fold_in(key, r)
     cohort = sample(jax.random.fold_in(key, 0), program.plan)
-    trips = algorithm.trips(program.plan.steps)
+    trips = algorithm.trips(program.plan.steps_on_wire)
     server, rows, drift = exchange_all(program, trips, state.server, state.clients, cohort, key, world)
     after = state._replace(server=server)
     if program.average:
@@ -182,15 +182,17 @@ def exchange_all(
 ) -> tuple[Any, Any, Any]:
     """All trips of one round: the new server state, the cohort's new client states, and the drift over the cohort."""
     rows = jax.tree.map(lambda leaf: leaf[cohort], clients)
-    p = world.layout.p[cohort].astype(server[0].dtype)
-    fraction = p.sum()
+    fraction = len(cohort) / program.plan.n_clients
+    # Uniform sampling, so that each of the cohort stands for N / |S| clients: sum p_i u_i is met in expectation.
+    w = (world.layout.p[cohort] / fraction).astype(server[0].dtype)
     drift = jnp.zeros((), server[0].dtype)
     for number, trip in enumerate(trips, start=1):
         down = trip.broadcast(server)
         trip_key = jax.random.fold_in(key, number)
         work = functools.partial(work_of_client, program, trip, down, trip_key, world)
         up, new_rows, drifts = jax.vmap(work)(cohort, rows)
-        mean = jax.tree.map(lambda leaf: jnp.tensordot(p / fraction, leaf, 1), up)
+        v = w / w.sum() if trip.together else w
+        mean = jax.tree.map(lambda leaf, v=v: jnp.tensordot(v, leaf, 1), up)
         server = like(trip.aggregate(server, mean, fraction), server)
         rows = like(new_rows, rows)
         drift += drifts.mean()

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
+from covary.checks import whole
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.plan import Plan, make_plan, whole
+from covary.plan import Plan, make_plan
 from covary.problem import Problem
 from covary.rounds import Program, State, Target, World, compiled, compiled_warm_start
 
@@ -46,8 +47,9 @@ class Run:
         >>> run.rounds_to("loss", 1e-6)
         63
         """
-        if metric not in self.history:
-            raise refused("metric", f"one of {', '.join(self.history)}", repr(metric), "See run.history.")
+        if metric not in self.history or metric in ("round", "cohort"):
+            names = [name for name in self.history if name not in ("round", "cohort")]
+            raise refused("metric", f"one of {', '.join(names)}", repr(metric), "See run.history.")
         hits = np.flatnonzero(direction(metric) * (self.history[metric] - value) >= 0)
         return int(self.history["round"][hits[0]]) if hits.size else None
 
@@ -64,7 +66,7 @@ def simulate(
     x0: Any = None,
     warm_start: bool = False,
     weights: str = "uniform",
-    target: tuple[str, float] | None = None,
+    target: tuple[str, float] | tuple[str, str, float] | None = None,
     average: str | float | None = None,
     eval_every: int = 1,
     log: Callable[[int, dict[str, float]], None] | None = None,
@@ -84,9 +86,11 @@ def simulate(
         seed: decides initial parameters, cohorts and batches. Same seed, same machine: the same numbers, bit for bit.
         x0: where to start, as params or as a flat vector; by default the model's own `init`.
         warm_start: first visit every client once, S at a time, and set its c_i to its gradient at x^0.
-        weights: "uniform", f = mean f_i as in the paper, or "examples", f = sum (n_i / n) f_i.
-        target: stop at the first round that meets it, such as ("accuracy", 0.5) or ("loss", 1e-6). Losses and errors
-            are to fall to their target, other metrics to rise to it.
+        weights: "uniform", f = mean f_i as in the paper, or "examples", f = sum p_i f_i with p_i = n_i / n. Clients are
+            sampled uniformly all the same, and an upload counts N p_i / S, so that the mean is right in expectation.
+        target: stop at the first round that meets it, such as ("accuracy", 0.5), ("loss", 1e-6) or, to say which way,
+            ("bleu", ">=", 30). Without that, names that end in loss, error, mse, rmse, mae, nll or perplexity are to
+            fall to their target, and other metrics to rise to it.
         average: also keep the paper's weighted output: "uniform", or a number q in (0, 1) for the weights
             w_r = (1 - q)^(1 - r); the theorems use q = mu K eta_l eta_g / 2.
         eval_every: measure loss and metrics every so many rounds (and in the last); they are NaN in between.
@@ -129,7 +133,7 @@ def simulate(
     )
     program, world, numbers, key = job.program, job.world, dict(algorithm.numbers), jax.random.key(seed)
     state = initial(algorithm, job.plan, job.starts[0])
-    down, up = traffic(algorithm.trips(job.plan.steps), state)
+    down, up = traffic(algorithm.trips(job.plan.steps_on_wire), state)
     history: list[dict[str, np.ndarray]] = []
 
     def record(rows: dict[str, Any], count: int, per_client_down: int, per_client_up: int) -> None:
@@ -161,6 +165,8 @@ def simulate(
     state = jax.tree.map(np.asarray, state)
     if state.diverged:
         warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
+    elif (text := _runaway(algorithm, columns["loss"])) is not None:
+        warnings.warn(text, DivergenceWarning, stacklevel=2)
     return Run(
         algorithm=algorithm,
         params=jax.tree.map(np.asarray, program.unravel(state.server[0])),
@@ -197,7 +203,7 @@ def prepare(
     x0: Any,
     warm_start: bool,
     weights: str,
-    target: tuple[str, float] | None,
+    target: tuple[str, float] | tuple[str, str, float] | None,
     eval_every: int,
     average: str | float | None = None,
     measure_loss: bool = True,
@@ -225,12 +231,12 @@ def prepare(
     for seed in seeds:
         x, unravel = problem.start(x0, seed)
         starts.append(x)
-    if (plan.ragged_batches or plan.ragged_sizes) and not problem.loss_is_a_mean:
-        raise CovaryError(
-            "loss(params, batch) must be the mean over the examples of the batch here, because clients have batches of "
-            "different sizes; on the first examples it is not. Return a mean (not a sum), and let no example's loss "
-            "depend on the others (as BatchNorm does), or give every client the same number of examples."
-        )
+    for name, value in algorithm.numbers.items():
+        with np.errstate(over="ignore"):
+            cast = float(starts[0].dtype.type(value))
+        if (cast == 0 and value != 0) or not np.isfinite(cast):
+            raise refused(name, f"a number that {starts[0].dtype} can hold", f"{value:g}", "Choose a less extreme one.")
+    problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes)
     assert unravel is not None
     program = Program(
         recipe=algorithm.recipe or algorithm,
@@ -309,25 +315,28 @@ def _warm_start_cohorts(algorithm: Algorithm, plan: Plan, rounds: int) -> list[n
     return cohorts
 
 
-def _target(target: tuple[str, float] | None, names: tuple[str, ...], evaluated: tuple[str, ...]) -> Target:
+def _target(target: Any, names: tuple[str, ...], evaluated: tuple[str, ...]) -> Target:
     if target is None:
         return Target(0, 1.0, np.inf)  # never met
-    if not isinstance(target, tuple | list) or len(target) != 2 or target[0] not in names:
-        raise refused(
-            "target", f"(name, value) with a name among {', '.join(names)}", repr(target), "Try ('loss', 0.1)."
-        )
-    if not isinstance(target[1], int | float | np.number) or not np.isfinite(target[1]):
-        raise refused("target", "(name, value) with a finite value", repr(target), "Try ('loss', 0.1).")
-    return Target(evaluated.index(target[0]), direction(target[0]), float(target[1]))
+    form = f"(name, value) or (name, '<=' or '>=', value) with a name among {', '.join(names)}"
+    if not isinstance(target, tuple | list) or len(target) not in (2, 3):
+        raise refused("target", form, repr(target), "Try ('loss', 0.1).")
+    name, *way, value = target
+    if not isinstance(name, str) or name not in names or (way and way[0] not in ("<=", ">=")):
+        raise refused("target", form, repr(target), "Try ('loss', 0.1).")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
+        raise refused("target", f"{form} and a finite value", repr(target), "Try ('loss', 0.1).")
+    sign = {"<=": -1.0, ">=": 1.0}[way[0]] if way else direction(name)
+    return Target(evaluated.index(name), sign, float(value))
 
 
 def direction(metric: str) -> float:
-    """A loss or an error is to fall to its target; any other metric is to rise to it."""
-    return -1.0 if metric.endswith(("loss", "error")) else 1.0
+    """+1 for a metric that is to rise, -1 for one that is to fall, by its name."""
+    return -1.0 if metric.endswith(("loss", "error", "mse", "rmse", "mae", "nll", "perplexity")) else 1.0
 
 
 def _decay(average: str | float | None) -> float:
-    if average is None or average == "uniform":
+    if average is None or (isinstance(average, str) and average == "uniform"):
         return 1.0
     if not isinstance(average, float | np.floating) or not 0 < average < 1:
         raise refused(
@@ -337,9 +346,23 @@ def _decay(average: str | float | None) -> float:
 
 
 def _divergence(algorithm: Algorithm, round: int) -> str:
-    sizes = " and ".join(f"{name}={value:g}" for name, value in algorithm.numbers.items() if name in ("eta_l", "eta_g"))
     return (
         f"{algorithm} diverged in round {round}: its model or loss is no longer finite. The run holds the state and "
-        f"history before that round. Its step-size is too large for this problem ({sizes or 'see the algorithm'}): try "
-        f"eta_l a factor of 3 to 10 smaller, or fewer local steps."
+        f"history before that round. {_smaller(algorithm)}"
+    )
+
+
+def _runaway(algorithm: Algorithm, losses: np.ndarray) -> str | None:
+    """A word on a run whose loss has grown a million times and more, though it is finite still."""
+    seen = losses[np.isfinite(losses)]
+    if len(seen) < 2 or abs(seen[-1]) < 1e6 * max(abs(seen[0]), 1e-300) or seen[-1] < seen.max():
+        return None
+    return f"{algorithm} is diverging: its loss grew from {seen[0]:.3g} to {seen[-1]:.3g}. {_smaller(algorithm)}"
+
+
+def _smaller(algorithm: Algorithm) -> str:
+    sizes = " and ".join(f"{name}={value:g}" for name, value in algorithm.numbers.items() if name in ("eta_l", "eta_g"))
+    return (
+        f"Its step-size is too large for this problem ({sizes or 'see the algorithm'}): try eta_l a factor of 3 to 10 "
+        "smaller, or fewer local steps."
     )

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
+from covary.checks import whole
 from covary.errors import CovaryError, refused
-from covary.plan import whole
 from covary.problem import Problem
 from covary.rounds import State, compiled_sweep, compiled_warm_start
 from covary.simulate import Job, direction, initial, prepare
@@ -28,12 +28,18 @@ class Sweep:
     table: list[dict[str, Any]] = field(repr=False)  # one row for each point and seed
     curves: dict[str, np.ndarray] = field(repr=False)  # metric -> (points, seeds, rounds); NaN where not measured
     metrics: tuple[str, ...]  # those of the curves that measure quality: the metrics, or "loss" where there are none
-    target: tuple[str, float] | None = None
+    target: tuple[str, float] | tuple[str, str, float] | None = None
 
     def mean_rounds(self) -> np.ndarray:
         """The mean over seeds of the rounds to the target, for each point; infinite where a seed has not reached it."""
         reached = [np.inf if row["reached"] is None else row["reached"] for row in self.table]
         return np.mean(np.reshape(reached, (len(self.points), len(self.seeds))), axis=1)
+
+    def _way(self, metric: str) -> float:
+        """+1 or -1: the way a metric is to go, as the target says or else by its name."""
+        if self.target and len(self.target) == 3 and self.target[0] == metric:
+            return 1.0 if self.target[1] == ">=" else -1.0
+        return direction(metric)
 
     def best(self, metric: str | None = None) -> int:
         """The index of the best point: fewest mean rounds to the target, or without one the best mean of a metric.
@@ -50,7 +56,7 @@ class Sweep:
         metric = metric or (self.target[0] if self.target else self.metrics[0])
         if metric not in self.curves:
             raise refused("metric", f"one of {', '.join(self.curves)}", repr(metric), "See sweep.curves.")
-        sign = direction(metric)
+        sign = self._way(metric)
         seen = np.where(np.isnan(self.curves[metric]), -np.inf, sign * self.curves[metric]).max(axis=2).mean(axis=1)
         rounds = self.mean_rounds() if self.target else np.zeros(len(self.points))
         endings = np.reshape([row["outcome"] for row in self.table], (len(self.points), len(self.seeds)))
@@ -72,7 +78,7 @@ def sweep(
     x0: Any = None,
     warm_start: bool = False,
     weights: str = "uniform",
-    target: tuple[str, float] | None = None,
+    target: tuple[str, float] | tuple[str, str, float] | None = None,
     eval_every: int = 1,
     race: bool = False,
     at_once: int | None = None,

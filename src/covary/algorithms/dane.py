@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from covary.algorithm import Algorithm, Exchange, factory, non_negative, positive
+from covary.algorithm import Algorithm, Exchange, factory
 from covary.algorithms.common import average_models, gradient_trip, send_all, send_change, stateless
+from covary.checks import non_negative, positive
 
 
 class Server(NamedTuple):
@@ -46,5 +47,5 @@ def dane(eta_l: Any, mu: Any = 0.0, eta: Any = 1.0) -> Algorithm:
     def step(local: Local, down: Server, client: Any, grad: Any) -> Local:
         return local._replace(y=local.y - eta_l * (grad(local.y) - local.shift + mu * (local.y - down.x)))
 
-    solve = Exchange(send_all, start, send_change, average_models(1.0), step)
+    solve = Exchange(send_all, start, send_change, average_models(1.0), step, together=True)
     return Algorithm("dane", lambda x: Server(x, 0 * x), stateless, (gradient_trip("g"), solve))

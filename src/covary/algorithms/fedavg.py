@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from covary.algorithm import Algorithm, Exchange, factory, positive
+from covary.algorithm import Algorithm, Exchange, factory
 from covary.algorithms.common import Local, Server, average_models, send_change, send_x, start_at_x, stateless
+from covary.checks import positive
 
 
 @factory(eta_l=positive, eta_g=positive)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from covary.algorithm import Algorithm, Exchange, factory, positive
+from covary.algorithm import Algorithm, Exchange, factory
 from covary.algorithms.common import Local, average_models, gradient_trip, send_all, send_change, start_at_x, stateless
+from covary.checks import positive
 
 
 class Server(NamedTuple):
@@ -38,5 +39,5 @@ def mime(eta_l: Any, eta_g: Any = 1.0) -> Algorithm:
     def step(local: Local, down: Server, client: Any, grad: Any) -> Local:
         return Local(local.y - eta_l * (grad(local.y) - grad(down.x) + down.c))
 
-    correct = Exchange(send_all, start_at_x, send_change, average_models(eta_g), step)
+    correct = Exchange(send_all, start_at_x, send_change, average_models(eta_g), step, together=True)
     return Algorithm("mime", lambda x: Server(x, 0 * x), stateless, (gradient_trip("c"), correct))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from covary.algorithm import Algorithm, Exchange, factory, positive
+from covary.algorithm import Algorithm, Exchange, factory
 from covary.algorithms.common import Change, Local, send_all, send_x, start_at_x
+from covary.checks import positive
 from covary.errors import refused
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 from rich.console import Console
 
+from covary import __version__
 from covary.cli import compare, data, reproduce, train
 from covary.errors import CovaryError
 
@@ -16,8 +19,18 @@ app.command()(reproduce.reproduce)
 app.add_typer(data.app, name="data")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"covary {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def covary() -> None:
+def covary(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Federated learning that does not drift: SCAFFOLD and its family."""
 
 

@@ -15,7 +15,16 @@ from covary.algorithm import Algorithm
 from covary.errors import refused
 
 console = Console(highlight=False)
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {name: getattr(algorithms, name) for name in algorithms.__all__}
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "sgd": algorithms.sgd,
+    "fedavg": algorithms.fedavg,
+    "fedprox": algorithms.fedprox,
+    "scaffold": algorithms.scaffold,
+    "dane": algorithms.dane,
+    "vrl_sgd": algorithms.vrl_sgd,
+    "feddyn": algorithms.feddyn,
+    "mime": algorithms.mime,
+}
 
 Name = Annotated[str, typer.Argument(help="One of: " + ", ".join(ALGORITHMS) + ".")]
 Rounds = Annotated[int, typer.Option(help="Communication rounds.")]
@@ -54,6 +63,8 @@ def training(
     target: float | None,
 ) -> dict[str, Any]:
     """The options of a training run, as `simulate` and `sweep` take them."""
+    if target is not None and not 0 < target <= 1:
+        raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
     return {
         "clients_per_round": _number_or_fraction(clients_per_round),
         "local_steps": local_steps,

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from covary.checks import whole
 from covary.cli.common import Out, bar, console
 from covary.errors import refused
-from covary.plan import whole
 from covary.report.folder import RunFolder
 
 

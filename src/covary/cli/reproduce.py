@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from covary.checks import whole
 from covary.cli.common import Out, bar, console
 from covary.errors import CovaryError, refused
-from covary.plan import whole
 from covary.report.folder import RunFolder
 
 

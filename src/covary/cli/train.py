@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from covary.checks import whole
 from covary.cli import common
 from covary.cli.common import bar, console, factory_of
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.plan import whole
 from covary.report.folder import RunFolder
 
 
@@ -50,6 +50,7 @@ def run(
     chosen = _build(algorithm, given)
     problem = digits_problem(clients, similarity, hidden)
     options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
+    RunFolder.refuse_unwritable(out)
     folder: RunFolder | None = None
     last: dict[str, float] = {}
     started = time.perf_counter()
@@ -121,6 +122,7 @@ def sweep(
     options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
     whole("--rounds", rounds, 1)
     whole("--seeds", seeds, 1)
+    RunFolder.refuse_unwritable(out)
     started = time.perf_counter()
     try:
         with bar("rounds") as progress:

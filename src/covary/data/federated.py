@@ -31,7 +31,10 @@ class FederatedData:
 
     def __init__(self, examples: Any, sizes: Sequence[int] | np.ndarray):
         self.examples = jax.tree.map(np.asarray, examples)
-        self.sizes = np.asarray(sizes)
+        try:
+            self.sizes = np.asarray(sizes)
+        except ValueError:
+            raise refused("sizes", "a list of whole numbers, one a client", sizes, "Count the examples.") from None
         leaves = jax.tree_util.tree_leaves_with_path(self.examples)
         if not leaves or any(a.ndim == 0 for _, a in leaves):
             raise refused(
@@ -62,10 +65,27 @@ class FederatedData:
         >>> cv.FederatedData.from_clients([(np.zeros((3, 2)), np.zeros(3)), (np.ones((1, 2)), np.ones(1))])
         FederatedData(2 clients, 4 examples, 1 to 3 each)
         """
-        if len(clients) == 0:
-            raise refused("clients", "a list of at least one batch", "none", "Pass one (x, y) for each client.")
-        sizes = [len(jax.tree.leaves(batch)[0]) for batch in clients]
-        return cls(jax.tree.map(lambda *parts: np.concatenate(parts), *clients), sizes)
+        if not isinstance(clients, Sequence) or len(clients) == 0:
+            raise refused("clients", "a list of at least one batch", type(clients).__name__, "Pass one (x, y) each.")
+        batches = [jax.tree.map(np.asarray, batch, is_leaf=lambda node: isinstance(node, list)) for batch in clients]
+        sizes = []
+        for i, batch in enumerate(batches):
+            leaves = jax.tree.leaves(batch)
+            if jax.tree.structure(batch) != jax.tree.structure(batches[0]) or not leaves:
+                raise refused(
+                    f"clients[{i}]", "of the form of clients[0]", jax.tree.structure(batch), "Pass (x, y) each."
+                )
+            if any(leaf.ndim == 0 for leaf in leaves) or len({len(leaf) for leaf in leaves}) != 1:
+                shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+                raise refused(f"clients[{i}]", "arrays of one length", f"shapes {shapes}", "Each row is one example.")
+            for leaf, first in zip(leaves, jax.tree.leaves(batches[0]), strict=True):
+                if leaf.shape[1:] != first.shape[1:]:
+                    allowed = f"of shape (rows, {', '.join(map(str, first.shape[1:]))})"
+                    raise refused(
+                        f"clients[{i}]", allowed, f"shape {leaf.shape}", "All clients have the same features."
+                    )
+            sizes.append(len(leaves[0]))
+        return cls(jax.tree.map(lambda *parts: np.concatenate(parts), *batches), sizes)
 
     @property
     def n_clients(self) -> int:
@@ -82,7 +102,7 @@ class FederatedData:
 
     def client(self, i: int) -> Any:
         """The examples of client i, as one batch."""
-        if not 0 <= i < self.n_clients:
+        if not isinstance(i, int | np.integer) or not 0 <= i < self.n_clients:
             raise refused("i", f"between 0 and {self.n_clients - 1}", i, "Clients are counted from 0.")
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return jax.tree.map(lambda a: a[rows], self.examples)
@@ -107,8 +127,20 @@ class FederatedData:
 
     @cached_property
     def on_device(self) -> Any:
-        """The examples as JAX arrays, sent to the device once."""
-        return jax.tree.map(jnp.asarray, self.examples)
+        """The examples as JAX arrays, sent to the device once; refused if a value does not fit JAX's number types."""
+
+        def send(path: Any, array: np.ndarray) -> jax.Array:
+            sent = jnp.asarray(array)
+            if sent.dtype != array.dtype:
+                narrow = np.dtype(sent.dtype)
+                limits = np.finfo(narrow) if narrow.kind == "f" else np.iinfo(narrow)
+                if array.size and (array.min() < limits.min or array.max() > limits.max):
+                    fix = "Scale the values, or enable JAX's 64-bit numbers (jax_enable_x64)."
+                    name = f"examples{jax.tree_util.keystr(path)}"
+                    raise refused(name, f"within {narrow}", f"values from {array.min():g} to {array.max():g}", fix)
+            return sent
+
+        return jax.tree_util.tree_map_with_path(send, self.examples)
 
     def __repr__(self) -> str:
         return (
@@ -130,4 +162,5 @@ class FederatedData:
 
 
 def _shapes(leaves: Sequence[tuple[Any, np.ndarray]]) -> str:
-    return ", ".join(f"examples{jax.tree_util.keystr(path)} of shape {a.shape}" for path, a in leaves) or "nothing"
+    told = ", ".join(f"examples{jax.tree_util.keystr(path)} of shape {a.shape}" for path, a in leaves[:4])
+    return (told + (", ..." if len(leaves) > 4 else "")) or "nothing"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.algorithm import positive
+from covary.checks import positive, whole
 from covary.data.federated import FederatedData
 from covary.errors import refused
 
@@ -122,8 +122,7 @@ def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
 
 def _pair(x: Any, y: Any, n_clients: Any, seed: Any = 0) -> tuple[np.ndarray, np.ndarray]:
     x, y = np.asarray(x), np.asarray(y)
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise refused("seed", "a whole number of at least 0", repr(seed), "Try seed=0.")
+    whole("seed", seed, 0, most=2**32 - 1)
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise refused(
             "x and y", "of one length", f"shapes {x.shape} and {y.shape}", "Each row of x has its label in y."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ class RunFolder:
                 ) from None
             return cls(path)
         raise CovaryError(f"1,000 run folders named {stem} exist already in {parent}. Choose another with --out.")
+
+    @staticmethod
+    def refuse_unwritable(parent: Path) -> None:
+        """Refuse a parent in which no folder can be made, before long work begins."""
+        nearest = next(path for path in (parent.absolute(), *parent.absolute().parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise CovaryError(f"A run folder cannot be made in {parent}. Choose another place with --out.")
 
     def read(self) -> list[dict[str, Any]]:
         """The records so far; a last line cut off by a crash is left out."""

@@ -65,7 +65,7 @@ def sweep_table(tried: Any, title: str) -> Table:
     for name in tried.points[0]:
         table.add_column(name, justify="right")
     if tried.target:
-        table.add_column(f"rounds to {tried.target[0]} {tried.target[1]:g}", justify="right")
+        table.add_column(f"rounds to {tried.target[0]} {tried.target[-1]:g}", justify="right")
     for name in tried.metrics:
         table.add_column(f"best {name}", justify="right")
     table.add_column("ended")

@@ -1,0 +1,53 @@
+"""Checks of single values at the door."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from covary.errors import CovaryError, refused
+
+
+def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    """The value as an int, refused unless it is a whole number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise refused(name, f"a whole number of at least {least}", repr(value), f"Try {max(least, 10)}.")
+    if value > most:
+        raise refused(name, f"at most {most:,}", f"{value:,}", f"Try {max(least, 10)}.")
+    return int(value)
+
+
+def positive(name: str, value: Any) -> None:
+    """Refuse anything but a finite number above zero (a traced value passes: its number is not known yet)."""
+    if _number(name, value) <= 0:
+        raise refused(name, "a number above 0", value, _advice(name))
+
+
+def non_negative(name: str, value: Any) -> None:
+    """Refuse anything but a finite number of zero or more."""
+    if _number(name, value) < 0:
+        raise refused(name, "a number of 0 or more", value, "Use 0 to switch the term off.")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tracer):
+        return 1.0
+    if hasattr(value, "update") or hasattr(value, "step") or callable(value):
+        raise CovaryError(
+            f"{name} must be a number, the step-size of plain SGD; got {type(value).__name__}. Local optimisers and "
+            "schedules are refused: a control variate is the mean of the local gradients only because every local "
+            "step is -eta_l times a gradient, so with momentum or Adam (x - y)/(K eta_l) would be wrong. "
+            f"Pass {name}=0.1, say, and tune it."
+        )
+    array = np.asarray("not a number") if isinstance(value, bool | str) else np.asarray(value)
+    if array.ndim > 0:
+        raise refused(name, "one number", f"an array of shape {array.shape}", "Use covary.sweep for many values.")
+    if array.dtype.kind not in "fiu" or not np.isfinite(array):
+        raise refused(name, "a finite number", repr(value), _advice(name))
+    return float(array)
+
+
+def _advice(name: str) -> str:
+    return "Try 0.1, then tune it by factors of 3." if name.startswith("eta") else "Try 1.0."
