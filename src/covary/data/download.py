@@ -106,7 +106,7 @@ def _extract(archive: Path, root: Path, wanted: Mapping[str, Official], url: str
                 if sha256_of(scratch) != expected.sha256:
                     raise zipfile.BadZipFile(f"the sha256 of {name} is not the official one")
                 scratch.rename(root / name)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         archive.unlink()
         for name in wanted:
             (root / f"{name}.part").unlink(missing_ok=True)

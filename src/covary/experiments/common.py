@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,21 @@ def tune(
         tried=members,
         seconds=time.perf_counter() - started,
     )
+
+
+def measure(
+    emnist: Emnist,
+    budget: Budget,
+    todo: Sequence[Setting],
+    centre: Mapping[str, float],
+    target: float | None,
+    network: bool,
+    log: Log | None = None,
+) -> Iterator[Cell]:
+    """The cells of a table, one after the other, each with its step-size tuned around its algorithm's centre."""
+    problems = {s: emnist.problem(s, budget, network) for s in {setting.similarity for setting in todo}}
+    for setting in todo:
+        yield tune(setting, problems[setting.similarity], budget, centre[setting.algorithm], target, log)
 
 
 def _score(members: list[dict[str, Any]], eta_l: float) -> tuple[float, float]:

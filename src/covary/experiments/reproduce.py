@@ -17,7 +17,7 @@ import jax
 from covary import __version__ as covary_version
 from covary.errors import CovaryError
 from covary.experiments import fig3, table3, table4, table5
-from covary.experiments.common import Budget, Cell, Claim, Log, Setting, cell_from, load_emnist
+from covary.experiments.common import Budget, Cell, Claim, Log, Setting, cell_from, load_emnist, measure
 from covary.report.folder import RunFolder
 
 TABLES = {"table3": table3, "table4": table4, "table5": table5}
@@ -62,7 +62,9 @@ def run_table(
         **machine(),
     }
     done = _held(folder, header)
-    for cell in table.run(emnist, budget, [s for s in table.settings(quick) if s not in done], quick, log):
+    todo = [setting for setting in table.settings(quick) if setting not in done]
+    target = table.QUICK_TARGET if quick else table.TARGET
+    for cell in measure(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log):
         folder.append({"kind": "cell", **asdict(cell)})
         yield cell
     folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
@@ -117,7 +119,7 @@ def write_up(result: Outcome, folder: Path) -> list[Path]:
 def quick_note(result: Outcome) -> str:
     """What a quick form is and is not."""
     budget, table = result.header["budget"], TABLES[result.name]
-    target = f"target {table.QUICK_TARGET}, " if hasattr(table, "QUICK_TARGET") else ""
+    target = f"target {table.QUICK_TARGET}, " if table.QUICK_TARGET else ""
     return (
         f"Quick form, not the paper's scale: {budget['examples']:,} examples, {budget['clients']} clients, {target}"
         f"at most {budget['rounds']} rounds, {len(budget['seeds'])} seed(s)"

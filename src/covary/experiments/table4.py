@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from covary.experiments.common import Budget, Cell, Claim, Emnist, Log, Setting, every, fewer, find, shown, tune
+from covary.experiments.common import Budget, Cell, Claim, Setting, every, fewer, find, shown
 
 TITLE = "Rounds to 0.45 test accuracy, logistic regression on EMNIST, by the share of clients sampled"
+NETWORK = False
 PAPER_WHITE = True
 TARGET = 0.45
 SIMILARITIES = (0.0, 0.1)
@@ -31,13 +32,6 @@ QUICK_TARGET, QUICK_FRACTIONS = 0.3, (0.2, 0.05)
 def settings(quick: bool) -> list[Setting]:
     fractions = QUICK_FRACTIONS if quick else FRACTIONS
     return [Setting(a, s, 5, fraction) for s in SIMILARITIES for a in CENTRE for fraction in fractions]
-
-
-def run(emnist: Emnist, budget: Budget, todo: Sequence[Setting], quick: bool, log: Log | None) -> Iterator[Cell]:
-    target = QUICK_TARGET if quick else TARGET
-    problems = {s: emnist.problem(s, budget) for s in {setting.similarity for setting in todo}}
-    for setting in todo:
-        yield tune(setting, problems[setting.similarity], budget, CENTRE[setting.algorithm], target, log)
 
 
 def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
