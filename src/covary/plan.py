@@ -76,7 +76,7 @@ def make_plan(
         came = f"{S} of {N} clients a round" if S < N else f"from {steps.min()} to {steps.max()} steps a client"
         raise CovaryError(
             f"{algorithm.name} needs every client in every round, all with the same number of local steps; got {came}. "
-            "Use clients_per_round=None and local_steps=K, or scaffold, which needs neither."
+            f"Use clients_per_round={N} and local_steps, or scaffold, which needs neither."
         )
     uneven = bool((sizes != sizes[0]).any())
     leftover = bool((sizes % (batch if batching == "rows" else per_epoch)).any())
