@@ -24,8 +24,8 @@ class Exchange:
     """One trip down to the sampled clients and back up: `broadcast` and the `up` of `finish` are all that is sent.
 
     `down` has a field `x` and `local` a field `y` where the client moves a local model. Without a `step` the clients
-    take no local steps on this trip. `aggregate` sees only the mean of the uploads, which is what makes every
-    algorithm ready for secure aggregation.
+    take no local steps on this trip. `aggregate` sees only the mean of the uploads (weighted, where clients weigh by
+    their examples), which is what makes every algorithm ready for secure aggregation.
     """
 
     broadcast: Callable[[Any], Any]  # (server) -> down
