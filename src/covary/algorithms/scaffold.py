@@ -39,8 +39,8 @@ def scaffold(eta_l: Any, eta_g: Any = 1.0, option: str = "II") -> Algorithm:
        c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i) \quad (5) $$
 
     Under option II and with the same K on every client, $c_i^+ - c_i = -c - \Delta y_i / (K \eta_l)$: the server forms
-    the mean of $\Delta c$ from the mean of $\Delta y$, and a client sends d numbers, as in FedAvg, not 2d. Where K differs,
-    or sampled clients weigh by their examples, $\Delta c$ is sent too.
+    the mean of $\Delta c$ from the mean of $\Delta y$, and a client sends d numbers, as in FedAvg, not 2d. Where K
+    differs, or sampled clients weigh by their examples, $\Delta c$ is sent too.
 
     Args:
         eta_l: the local step-size.
