@@ -134,7 +134,15 @@ def _table5(result: Any, title: str, path: Path) -> None:
         means, spread = [c.mean_accuracy for c in own], [np.std(c.accuracy) for c in own]
         ax.errorbar(x, means, spread, fmt="o", markersize=9, color=STYLES[algorithm][0], label=algorithm, capsize=4)
         paper = [PAPER[algorithm, s] for s in similarities]
-        ax.plot(x, paper, "D", color="white", markeredgecolor=STYLES[algorithm][0], label=f"{algorithm}, the paper")
+        ax.plot(
+            x,
+            paper,
+            "D",
+            color="white",
+            markeredgecolor=STYLES[algorithm][0],
+            label=f"{algorithm}, the paper",
+            zorder=5,
+        )
     ax.set_xticks(range(len(similarities)), [f"{100 * s:g} % similarity" for s in similarities])
     ax.set_ylabel("best test accuracy")
     ax.legend(frameon=False, fontsize=8, loc="upper left")
