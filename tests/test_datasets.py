@@ -39,7 +39,7 @@ def test_paper_white_is_the_same_picture_inverted():
 def test_a_model_sees_bytes_as_numbers_between_0_and_1():
     (x, y), _ = datasets.emnist_cut(DATA)
     model = cv.models.logistic_regression(784, 62)
-    params = {"w": np.random.default_rng(0).normal(size=(784, 62)), "b": np.zeros(62)}
+    params = {"w": np.random.default_rng(0).normal(size=(62, 784)), "b": np.zeros(62)}
     as_bytes, as_numbers = (model.loss(params, (images[:50], y[:50])) for images in (x, x / 255))
     np.testing.assert_allclose(as_bytes, as_numbers, rtol=1e-12)
 

@@ -108,12 +108,12 @@ def test_the_network_is_two_layers_with_a_relu_between():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(6, 4)), np.array([0, 1, 2, 0, 1, 2])
     p = {
-        "w1": rng.normal(size=(4, 5)),
+        "w1": rng.normal(size=(5, 4)),
         "b1": rng.normal(size=5),
-        "w2": rng.normal(size=(5, 3)),
+        "w2": rng.normal(size=(3, 5)),
         "b2": rng.normal(size=3),
     }
-    logits = np.maximum(x @ p["w1"] + p["b1"], 0) @ p["w2"] + p["b2"]
+    logits = np.maximum(x @ p["w1"].T + p["b1"], 0) @ p["w2"].T + p["b2"]
     likelihood = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     model = cv.models.mlp(4, 5, 3)
     np.testing.assert_allclose(model.loss(p, (x, y)), -np.log(likelihood[np.arange(6), y]).mean(), rtol=1e-10)

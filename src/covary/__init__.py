@@ -5,12 +5,15 @@ from covary.algorithm import Algorithm, Exchange
 from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
 from covary.data import datasets, partition
 from covary.data.federated import FederatedData
+from covary.devices import configure
 from covary.errors import CovaryError, DivergenceWarning
 from covary.problem import Problem, lower_bound, quadratics, supervised
 from covary.simulate import Run, simulate
 from covary.sweep import Sweep, sweep
 
 __version__ = "0.1.0"
+
+configure()
 
 __all__ = [
     "Algorithm",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from covary.algorithm import Exchange, Gradient
+from covary.blocks import squared_norm
 
 
 def client_work(
@@ -22,28 +23,33 @@ def client_work(
     grad_of_step: Callable[[Any], Gradient],
     K: Any,
     max_steps: int,
+    measured: bool = True,
 ) -> tuple[Any, Any, Any]:
     """What one client does in one exchange, as a traceable function.
 
     `grad_of_step(k)` is the gradient bound to the minibatch of step k. K is the number of steps this client takes: the
     int `max_steps`, or a traced number up to it where clients differ. Returns the upload, the client's new state and
-    its drift, the mean over k = 1..K of ‖y_{i,k} - x‖² (the paper's E_r, of this client).
+    its drift, the mean over k = 1..K of ‖y_{i,k} - x‖² (the paper's E_r, of this client); 0 where it is not measured.
     """
     local = exchange.start(down, client, full_grad)
     step = exchange.step
+    zero = jnp.zeros((), jax.tree.leaves(down.x)[0].dtype)
+
+    def distance(local: Any) -> Any:
+        return squared_norm(local.y - down.x) if measured and hasattr(local, "y") else zero
+
     if step is None:
-        drift = _distance(local, down)
+        drift = distance(local)
     else:
 
         def body(carry: Any, k: Any) -> tuple[Any, None]:
             local, drift = carry
             moved = step(local, down, client, grad_of_step(k))
-            total = drift + _distance(moved, down)
+            total = drift + distance(moved)
             if isinstance(K, int):
                 return (moved, total), None
             return jax.tree.map(lambda new, old: jnp.where(k < K, new, old), (moved, total), carry), None
 
-        zero = jnp.zeros((), down.x.dtype)
         (local, total), _ = jax.lax.scan(body, (local, zero), jnp.arange(max_steps))
         drift = total / K
     up, client = exchange.finish(local, down, client, full_grad, K)
@@ -70,8 +76,3 @@ def client_loop(
             local = exchange.step(local, down, client, grad)
             K += 1
     return exchange.finish(local, down, client, full_grad, K)
-
-
-def _distance(local: Any, down: Any) -> Any:
-    """‖y - x‖², or 0 where the trip moves no local model."""
-    return jnp.sum((local.y - down.x) ** 2) if hasattr(local, "y") else jnp.zeros((), down.x.dtype)

@@ -39,7 +39,7 @@ def logistic_regression(n_features: int, n_classes: int) -> Model:
     whole("n_classes", n_classes, 2)
 
     def init(key: Any) -> dict[str, Any]:
-        return {"w": jnp.zeros((n_features, n_classes)), "b": jnp.zeros(n_classes)}
+        return {"w": jnp.zeros((n_classes, n_features)), "b": jnp.zeros(n_classes)}
 
     return Model(init, _linear_loss, _linear_metrics, _fits(n_features, n_classes))
 
@@ -50,7 +50,7 @@ def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
     >>> import jax, covary as cv
     >>> model = cv.models.mlp(n_features=64, hidden=32, n_classes=10)
     >>> model.init(jax.random.key(0))["w1"].shape
-    (64, 32)
+    (32, 64)
     """
     whole("n_features", n_features, 1)
     whole("hidden", hidden, 1)
@@ -59,9 +59,9 @@ def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
     def init(key: Any) -> dict[str, Any]:
         key1, key2 = jax.random.split(key)
         return {
-            "w1": jax.random.normal(key1, (n_features, hidden)) * np.sqrt(2 / n_features),
+            "w1": jax.random.normal(key1, (n_features, hidden)).T * np.sqrt(2 / n_features),
             "b1": jnp.zeros(hidden),
-            "w2": jax.random.normal(key2, (hidden, n_classes)) * np.sqrt(1 / hidden),
+            "w2": jax.random.normal(key2, (hidden, n_classes)).T * np.sqrt(1 / hidden),
             "b2": jnp.zeros(n_classes),
         }
 
@@ -75,12 +75,12 @@ def _flat(x: Any, like: Any) -> Any:
 
 
 def _linear(params: Any, x: Any) -> Any:
-    return _flat(x, params["w"]) @ params["w"] + params["b"]
+    return _flat(x, params["w"]) @ params["w"].T + params["b"]
 
 
 def _two_layers(params: Any, x: Any) -> Any:
-    hidden = jax.nn.relu(_flat(x, params["w1"]) @ params["w1"] + params["b1"])
-    return hidden @ params["w2"] + params["b2"]
+    hidden = jax.nn.relu(_flat(x, params["w1"]) @ params["w1"].T + params["b1"])
+    return hidden @ params["w2"].T + params["b2"]
 
 
 def _cross_entropy(logits: Any, y: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
+from covary.devices import Place, lay_out
 from covary.errors import CovaryError, refused
 
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "bytes_up", "bytes_down")
@@ -29,20 +30,25 @@ class Problem:
     metrics: Callable[[Any, Any], dict[str, Any]] | None  # (params, batch) -> dict of scalars
     data: FederatedData
     test: Any = None
+    _sent: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def n_clients(self) -> int:
         return self.data.n_clients
 
-    @cached_property
-    def evaluated_on(self) -> Any:
-        """The examples that metrics are measured on: the test set, or the training data where there is none."""
-        return self.data.on_device if self.test is None else jax.tree.map(jnp.asarray, self.test)
+    def on(self, place: Place) -> tuple[Any, Any]:
+        """The training examples, and those that metrics are measured on (the test set, else the training data), sent
+        to the devices once. Streamed data stays where it is: the first, and without a test set the second, is None."""
+        if place.devices not in self._sent:
+            examples = None if self.data.streamed else lay_out(place, self.data.on_device)
+            self._sent.clear()  # one place at a time: data can be large
+            self._sent[place.devices] = (examples, examples if self.test is None else lay_out(place, self.test))
+        return self._sent[place.devices]
 
     @cached_property
     def metric_names(self) -> tuple[str, ...]:
-        if self.metrics is None:
-            return ()
+        if self.metrics is None or (self.data.streamed and self.test is None):
+            return ()  # a metric of data that is not in memory cannot be had: it need not be a mean
         return tuple(jax.eval_shape(self.metrics, _shape_of_params(self.init), _rows(self.data.examples, 2)))
 
     @cached_property
@@ -57,7 +63,7 @@ class Problem:
             each = jax.vmap(lambda example: self.loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
             return self.loss(params, batch), self.loss(params, twice), each
 
-        once, twice, each = losses(jax.tree.map(lambda a: a[:3], self.data.on_device))
+        once, twice, each = losses(jax.tree.map(lambda a: jnp.asarray(a[:3]), self.data.examples))
         return float(once), float(twice), np.asarray(each)
 
     def refuse_other_losses(self, one_by_one: bool) -> None:
@@ -117,7 +123,8 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         model: any object with `init(key) -> params`, `loss(params, batch) -> scalar` (the mean over the batch) and,
             if wanted, `metrics(params, batch) -> dict of scalars`.
         data: the clients' examples.
-        test: a batch to measure the metrics on; without it they are measured on the training data.
+        test: a batch to measure the metrics on; without it they are measured on the training data (and not at all
+            where that is streamed).
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()

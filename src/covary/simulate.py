@@ -5,17 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
 from covary.checks import whole
+from covary.devices import AXIS, Place, lay_out, memory, to_host
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.plan import Plan, make_plan
+from covary.plan import Layout, Plan, make_plan
 from covary.problem import Problem
 from covary.rounds import Program, State, Target, World, compiled, compiled_warm_start
+from covary.store import DiskStore, HostStore, mean_control
+from covary.stream import Stream, streamed_loss
+from covary.tune import tuned
 
 CHUNK = 25  # rounds between two looks from the host
 
@@ -70,6 +76,11 @@ def simulate(
     average: str | float | None = None,
     eval_every: int = 1,
     log: Callable[[int, dict[str, float]], None] | None = None,
+    *,
+    store: str | Path | None = None,
+    devices: int | None = None,
+    width: int | None = None,
+    precision: str | None = None,
 ) -> Run:
     """Run an algorithm on a problem.
 
@@ -93,14 +104,23 @@ def simulate(
             fall to their target, and other metrics to rise to it.
         average: also keep the paper's weighted output: "uniform", or a number q in (0, 1) for the weights
             w_r = (1 - q)^(1 - r); the theorems use q = mu K eta_l eta_g / 2.
-        eval_every: measure loss and metrics every so many rounds (and in the last); they are NaN in between.
+        eval_every: measure loss, metrics, drift and control error every so many rounds (and in the last); they are NaN
+            in between.
         log: called as `log(round, values)` for each round, in order, while the run goes on.
+        store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder of your
+            own; by default the first of these that has room.
+        devices: over how many devices to spread the cohort; by default as many as help.
+        width: how many clients a device works on at the same time; by default what is fastest.
+        precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU; states, sums and
+            evaluation keep theirs.
 
     Returns:
         A `Run`. Its `history` has one row a round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
         the paper over the cohort), `control_error` (‖c - mean c_i‖), `bytes_up` and `bytes_down` (all clients
         together), and `average_loss` and so on where an average is kept. Rows of `cohort` that a warm start does not
-        fill end in -1.
+        fill end in -1. Where reading all N controls would cost more than the round, `control_error` is measured at the
+        end alone. Of streamed data the loss is measured only if it is the target or there is no test set: each time is
+        a pass over everything. With the states on disk, `clients` reads them when it is indexed.
 
     A run that leaves the finite numbers stops, warns with a `DivergenceWarning`, and returns its last good state.
 
@@ -130,64 +150,142 @@ def simulate(
         target=target,
         average=average,
         eval_every=eval_every,
+        store=store,
+        devices=devices,
+        width=width,
+        precision=precision,
     )
-    program, world, numbers, key = job.program, job.world, dict(algorithm.numbers), jax.random.key(seed)
-    state = initial(algorithm, job.plan, job.starts[0])
-    down, up = traffic(algorithm.trips(job.plan.steps_on_wire), state)
-    history: list[dict[str, np.ndarray]] = []
+    history = History(log)
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    run = on_devices if job.program.resident else outside_devices
+    state, clients, seen = run(job, algorithm, problem, key, rounds, history)
 
-    def record(rows: dict[str, Any], count: int, per_client_down: int, per_client_up: int) -> None:
+    columns = history.columns()
+    if algorithm.invariant is not None and np.isnan(columns["control_error"][-1]):
+        server_field, client_field = algorithm.invariant
+        mean = mean_control(clients, client_field, job.layout.p, seen)
+        columns["control_error"][-1] = np.linalg.norm(getattr(state.server, server_field) - mean)
+    done = int(state.round)
+    if state.diverged:
+        warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
+    elif (text := _runaway(algorithm, columns.get("loss", np.empty(0)))) is not None:
+        warnings.warn(text, DivergenceWarning, stacklevel=2)
+    unravel = job.program.unravel
+    return Run(
+        algorithm=algorithm,
+        params=jax.tree.map(np.asarray, unravel(state.server[0])),
+        x=state.server[0],
+        server=state.server,
+        clients=clients,
+        history=columns,
+        average=None if average is None else jax.tree.map(np.asarray, unravel(state.average)),
+        reached=done if state.reached else None,
+        diverged=done + 1 if state.diverged else None,
+    )
+
+
+class History:
+    """The rows of a run so far, told to the user's `log` as they come."""
+
+    def __init__(self, log: Callable[[int, dict[str, float]], None] | None):
+        self.parts: list[dict[str, np.ndarray]] = []
+        self.log = log
+        self.rounds = 0
+
+    def add(self, rows: dict[str, Any], count: int, bytes_down: int, bytes_up: int) -> None:
+        """The first `count` rows of a chunk's records."""
         rows = {name: np.asarray(values)[:count] for name, values in rows.items()}
-        first = 1 + sum(len(part["round"]) for part in history)
-        rows["round"] = np.arange(first, first + count)
+        rows["round"] = np.arange(self.rounds + 1, self.rounds + count + 1)
+        self.rounds += count
         replied = (rows["cohort"] >= 0).sum(axis=1)
-        history.append(rows | {"bytes_down": replied * per_client_down, "bytes_up": replied * per_client_up})
-        if log is not None:
+        self.parts.append(rows | {"bytes_down": replied * bytes_down, "bytes_up": replied * bytes_up})
+        if self.log is not None:
             for at, number in enumerate(rows["round"]):
-                log(int(number), {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"})
+                told = {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"}
+                self.log(int(number), told)
 
+    def columns(self) -> dict[str, np.ndarray]:
+        names = ["round", *(name for name in self.parts[0] if name != "round")]
+        return {name: np.concatenate([part[name] for part in self.parts]) for name in names}
+
+
+def on_devices(
+    job: Job, algorithm: Algorithm, problem: Problem, key: np.ndarray, rounds: int, history: History
+) -> tuple[State, Any, None]:
+    """The run with all client states on the devices, in compiled chunks of rounds."""
+    program, world, numbers = job.program, job.world, dict(algorithm.numbers)
+    state = initial(algorithm, job)
+    down, up = traffic(algorithm, algorithm.trips(job.plan.steps_on_wire), job.starts[0])
     done = 0
     for cohort in job.visits:
         state, row = compiled_warm_start(program)(numbers, state, key, done + 1, cohort, world)
-        padded = np.pad(cohort, (0, job.plan.cohort - len(cohort)), constant_values=-1)
-        row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": padded[None]}
-        record(row, int(state.round) - done, *traffic((algorithm.warm_start,), state))
+        row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": _padded(cohort, job.plan)}
+        history.add(row, int(state.round) - done, *traffic(algorithm, (algorithm.warm_start,), job.starts[0]))
         done = int(state.round)
         if state.diverged:
             break
     while done < rounds and not (state.reached or state.diverged):
         state, rows = compiled(program)(numbers, state, key, rounds, world)
-        record(rows, int(state.round) - done, down, up)
+        history.add(rows, int(state.round) - done, down, up)
         done = int(state.round)
+    clients = jax.tree.map(lambda leaf: leaf[: job.plan.n_clients], to_host(state.clients))
+    return to_host(state._replace(clients=None)), clients, None
 
-    names = ["round", *(name for name in history[0] if name != "round")]
-    columns = {name: np.concatenate([part[name] for part in history]) for name in names}
-    state = jax.tree.map(np.asarray, state)
-    if state.diverged:
-        warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
-    elif (text := _runaway(algorithm, columns["loss"])) is not None:
-        warnings.warn(text, DivergenceWarning, stacklevel=2)
-    return Run(
-        algorithm=algorithm,
-        params=jax.tree.map(np.asarray, program.unravel(state.server[0])),
-        x=state.server[0],
-        server=state.server,
-        clients=state.clients,
-        history=columns,
-        average=None if average is None else jax.tree.map(np.asarray, program.unravel(state.average)),
-        reached=done if state.reached else None,
-        diverged=done + 1 if state.diverged else None,
-    )
+
+def outside_devices(
+    job: Job, algorithm: Algorithm, problem: Problem, key: np.ndarray, rounds: int, history: History
+) -> tuple[State, Any, np.ndarray | None]:
+    """The run with client states in a store, or with streamed data: one compiled round after the other."""
+    x = job.starts[0]
+    row = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), algorithm.init_client(x))
+    if job.store == "host":
+        store = HostStore(row, job.plan.n_clients)
+    else:
+        store = DiskStore(row, job.plan.n_clients, None if job.store == "disk" else Path(job.store))
+    trips = algorithm.trips(job.plan.steps_on_wire)
+    bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
+    start = initial(algorithm, job)._replace(clients=None)
+    program, goal = job.program, job.world.target
+
+    def pass_over_data(r: int, state: State) -> dict[str, Any]:
+        """What the host measures itself: the loss of streamed data, where it was asked for."""
+        if not job.passes or (r % program.eval_every and r != rounds):
+            return {"loss": np.nan} if job.passes else {}
+        return {"loss": streamed_loss(program, problem.data, job.layout.p, state.server[0])}
+
+    stream = Stream(program, job.world, problem.data, store)
+    final = start
+    for state, record, cohort, warm in stream.rounds(algorithm, start, key, job.visits, rounds, pass_over_data):
+        state = to_host(state._replace(clients=None))
+        loss = record.get("loss", 0.0)
+        if job.passes and np.isinf(loss):
+            final = final._replace(diverged=np.asarray(True))
+            break
+        row = {name: np.asarray(value)[None] for name, value in record.items() if name != "cohort"}
+        history.add(row | {"cohort": _padded(cohort, job.plan)}, int(state.round) - history.rounds, *bytes_of[warm])
+        final = state
+        if job.passes and not warm and goal.direction * (loss - goal.value) >= 0:
+            final = state._replace(reached=np.asarray(True))
+        if final.reached or final.diverged:
+            break
+    return final, store.clients, getattr(store, "seen", None)
+
+
+def _padded(cohort: np.ndarray, plan: Plan) -> np.ndarray:
+    return np.pad(cohort, (0, plan.cohort - len(cohort)), constant_values=-1)[None]
 
 
 class Job(NamedTuple):
     """A request that has passed every check, ready for the engine."""
 
     plan: Plan
+    layout: Layout
     program: Program
     world: World
     starts: list[np.ndarray]  # x^0, one a seed
     visits: list[np.ndarray]  # the cohorts of the warm start
+    store: str  # "device", "host", "disk" or a folder
+    passes: bool  # the loss is measured by the host, in passes over streamed data
 
 
 def prepare(
@@ -207,6 +305,11 @@ def prepare(
     eval_every: int,
     average: str | float | None = None,
     measure_loss: bool = True,
+    store: str | Path | None = None,
+    devices: int | None = None,
+    width: int | None = None,
+    precision: str | None = None,
+    members: int = 1,
 ) -> Job:
     """Check a request whole, before anything is compiled, and lay out what the engine needs."""
     if not isinstance(algorithm, Algorithm):
@@ -224,7 +327,8 @@ def prepare(
     plan, layout = make_plan(problem, algorithm, clients_per_round, local_steps, local_epochs, batch_size, weights)
     visits = _warm_start_cohorts(algorithm, plan, rounds) if warm_start else []
     names = ("loss", *problem.metric_names)
-    evaluated = names if measure_loss or len(names) == 1 or (target and target[0] == "loss") else names[1:]
+    wants_loss = len(names) == 1 or (target and target[0] == "loss")
+    evaluated = names if wants_loss or (measure_loss and not problem.data.streamed) else names[1:]
     goal = _target(target, names, evaluated)
     decay = _decay(average)
     starts, unravel = [], None
@@ -238,54 +342,109 @@ def prepare(
             raise refused(name, f"a number that {starts[0].dtype} can hold", f"{value:g}", "Choose a less extreme one.")
     problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes)
     assert unravel is not None
+    where = _store(store, algorithm, plan, starts[0], problem.data.streamed)
+    passes = problem.data.streamed and "loss" in evaluated
     program = Program(
         recipe=algorithm.recipe or algorithm,
         plan=plan,
         loss=problem.loss,
         metrics=problem.metrics,
-        evaluated=evaluated,
+        evaluated=tuple(name for name in evaluated if name != "loss") if passes else evaluated,
         unravel=unravel,
         chunk=CHUNK,
         eval_every=eval_every,
         average=average is not None,
+        place=Place((), 1),
+        precision=_precision(precision),
+        resident=where == "device",
+        streamed=problem.data.streamed,
     )
+    program = tuned(program, algorithm, starts[0], problem.data, devices, width, members)
     example_weights = None
-    if not plan.flat_weights:
+    if not plan.flat_weights and not problem.data.streamed:
         example_weights = np.repeat(layout.p / layout.size, layout.size).astype(starts[0].dtype)
-    world = World(
-        examples=problem.data.on_device,
-        evaluated_on=problem.evaluated_on if problem.metrics is not None else None,
-        example_weights=example_weights,
-        layout=layout,
-        target=goal,
-        decay=decay,
+    examples, evaluated_on = problem.on(program.place)
+    small = World(None, None, example_weights, layout, goal, np.asarray(decay))
+    if program.resident:
+        small = lay_out(program.place, small)
+    world = small._replace(examples=examples, evaluated_on=evaluated_on if problem.metrics is not None else None)
+    return Job(plan, layout, program, world, starts, visits, where, passes)
+
+
+def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool) -> str:
+    """Where client states live: what the user says, else the first place that has room for all."""
+    allowed = '"device", "host", "disk" or a folder'
+    if store is not None and not isinstance(store, str | Path):
+        raise refused("store", allowed, repr(store), "None decides by the size.")
+    if streamed and store == "device":
+        raise refused("store", '"host", "disk" or a folder for streamed data', repr(store), "Leave it out.")
+    if store is None:
+        rows = plan.n_clients * len(jax.tree.leaves(algorithm.init_client(x))) * x.nbytes
+        fits = rows <= memory() / 4 and not streamed
+        store = "device" if fits else "host" if rows <= memory(device=False) / 3 else "disk"
+    if jax.process_count() > 1 and (streamed or store != "device"):
+        fix = "Use more hosts, so that the states fit, and data that fits into each host's memory."
+        raise refused("store", '"device" and data in memory when several hosts run together', repr(str(store)), fix)
+    if store not in ("device", "host", "disk"):
+        folder = Path(store)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise refused("store", allowed, f"{store} ({error.strerror})", "Give a folder you can write to.") from None
+    return str(store)
+
+
+def _precision(precision: str | None) -> str | None:
+    if precision not in (None, "bfloat16"):
+        raise refused("precision", '"bfloat16" or None', repr(precision), "None keeps the model's own.")
+    if precision is not None and jax.devices()[0].platform == "cpu":
+        fix = "Leave precision out: XLA's CPU products gain nothing from it."
+        raise refused("precision", "None on a CPU", repr(precision), fix)
+    return precision
+
+
+def initial(algorithm: Algorithm, job: Job, points: int | None = None) -> State:
+    """The state before the first round, on the devices: of one run, or of all seeds and points of a sweep."""
+    place, (x, *_) = job.program.place, job.starts
+
+    def for_members(leaves: list[Any], *rows: int) -> np.ndarray:
+        """One array a seed, repeated for all rows (the clients) and for all points."""
+        stacked = np.stack([np.asarray(leaf, x.dtype) for leaf in leaves])
+        shape = stacked.shape[1:]
+        stacked = stacked.reshape(len(leaves), *[1] * (len(rows) + 1), *shape)
+        whole = np.broadcast_to(stacked, (len(leaves), points or 1, *rows, *shape))
+        return whole if points is not None else whole[0, 0]
+
+    def of_all_seeds(init: Callable[[Any], Any], *rows: int) -> Any:
+        return jax.tree.map(lambda *leaves: for_members(list(leaves), *rows), *[init(start) for start in job.starts])
+
+    axes = () if points is None else (len(job.starts), points)
+    state = State(
+        round=np.zeros(axes, int),
+        server=of_all_seeds(algorithm.init_server),
+        clients=None,
+        average=of_all_seeds(lambda start: start),
+        average_mass=np.ones(axes, x.dtype),  # x^0 has weight w_1
+        reached=np.zeros(axes, bool),
+        diverged=np.zeros(axes, bool),
     )
-    return Job(plan, program, world, starts, visits)
+    if not job.program.resident:
+        return state
+    rows = of_all_seeds(algorithm.init_client, job.plan.n_clients + -job.plan.n_clients % len(place.devices))
+    spec = PartitionSpec(*[None] * len(axes), AXIS)
+    return lay_out(place, state)._replace(clients=lay_out(place, rows, spec))
 
 
-def initial(algorithm: Algorithm, plan: Plan, x: np.ndarray) -> State:
-    def own(leaf: Any) -> np.ndarray:
-        return np.array(leaf, x.dtype)
-
-    def for_all(leaf: Any) -> np.ndarray:
-        return np.repeat(own(leaf)[None], plan.n_clients, axis=0)
-
-    return State(
-        round=np.asarray(0),
-        server=jax.tree.map(own, algorithm.init_server(x)),
-        clients=jax.tree.map(for_all, algorithm.init_client(x)),
-        average=own(x),
-        average_mass=own(1),  # x^0 has weight w_1
-        reached=np.asarray(False),
-        diverged=np.asarray(False),
-    )
-
-
-def traffic(trips: Any, state: State) -> tuple[int, int]:
+def traffic(algorithm: Algorithm, trips: Any, x: np.ndarray) -> tuple[int, int]:
     """Bytes down to and up from one client in one round: all that `broadcast` and `finish` put on the wire."""
-    server, client = state.server, jax.tree.map(lambda leaf: leaf[0], state.clients)
+    server, client = (
+        jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), state)
+        for state in (algorithm.init_server(x), algorithm.init_client(x))
+    )
     total_down = total_up = 0
     for trip in trips:
+        if trip is None:
+            continue
 
         def up_of(down: Any, client: Any, trip: Any = trip) -> Any:
             def grad(y: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from covary.algorithm import Algorithm
 from covary.checks import whole
+from covary.devices import memory
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
 from covary.rounds import State, compiled_sweep, compiled_warm_start
@@ -83,6 +83,9 @@ def sweep(
     race: bool = False,
     at_once: int | None = None,
     log: Callable[[int, dict[str, float]], None] | None = None,
+    devices: int | None = None,
+    width: int | None = None,
+    precision: str | None = None,
 ) -> Sweep:
     """Run an algorithm at every point of a grid, with every seed, as one compiled program.
 
@@ -94,9 +97,9 @@ def sweep(
         factory: `covary.scaffold` and its like, or a function that calls one: `lambda eta_l: cv.scaffold(eta_l, 1.5)`.
         grid: the values to try for each argument of the factory; every combination is a point.
         seeds: one run for each.
-        rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every: as in
-            `simulate`. The training loss is measured only where it is the target or there is no other metric; without
-            it, a member has diverged once its model is no longer finite.
+        rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every, devices,
+            width, precision: as in `simulate`. The training loss is measured only where it is the target or there is
+            no other metric; without it, a member has diverged once its model is no longer finite.
         target: as in `simulate`, for each member.
         race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
             that were still running are marked "outpaced".
@@ -140,6 +143,11 @@ def sweep(
         target=target,
         eval_every=eval_every,
         measure_loss=False,
+        store="device",
+        devices=devices,
+        width=width,
+        precision=precision,
+        members=len(points),
     )
     groups = _groups(len(points), len(seeds), job, algorithms[0], at_once)
     curves: dict[str, np.ndarray] = {}
@@ -172,9 +180,8 @@ def _run(
     """One group of points, all seeds: the final states, the curves, and the best mean rounds to the target yet."""
     x = job.starts[0]
     numbers = {name: np.array([a.numbers[name] for a in algorithms], x.dtype) for name in algorithms[0].numbers}
-    keys = jax.vmap(jax.random.key)(np.array(seeds))
-    one_seed = [initial(algorithms[0], job.plan, start) for start in job.starts]
-    states = jax.tree.map(lambda *leaves: np.stack([np.stack([leaf] * len(algorithms)) for leaf in leaves]), *one_seed)
+    keys = np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
+    states = initial(algorithms[0], job, points=len(algorithms))
 
     chunks: list[dict[str, np.ndarray]] = []
     done = 0
@@ -257,15 +264,9 @@ def _groups(n_points: int, n_seeds: int, job: Job, algorithm: Algorithm, at_once
         x = job.starts[0]
         fields = len(jax.tree.leaves(algorithm.init_client(x)))
         member = x.nbytes * (2 * fields * job.plan.n_clients + 8 * job.plan.cohort + 8)
-        at_once = max(1, int(0.4 * _memory() / (member * n_seeds)))
+        at_once = max(1, int(0.4 * memory() / (member * n_seeds)))
     n_groups = -(-n_points // whole("at_once", at_once, 1))
     return [part.tolist() for part in np.array_split(np.arange(n_points), n_groups)]
-
-
-def _memory() -> int:
-    """Bytes that the device can hold, or the host where the device does not say."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _row(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ class FederatedData:
     >>> data.client(1)[1]
     array([2, 3, 4])
     """
+
+    streamed = False  # True where the data is read from a folder, a cohort at a time
 
     def __init__(self, examples: Any, sizes: Sequence[int] | np.ndarray):
         self.examples = jax.tree.map(np.asarray, examples)
@@ -86,6 +89,37 @@ class FederatedData:
                     )
             sizes.append(len(leaves[0]))
         return cls(jax.tree.map(lambda *parts: np.concatenate(parts), *batches), sizes)
+
+    @staticmethod
+    def write(folder: str | Path, clients: Iterable[Any]) -> None:
+        """Write a federated data set to a new folder, one client after the other: it need not fit into memory.
+
+        Args:
+            folder: where to; it must not exist.
+            clients: each client's examples, in the order of the clients. A generator may make them one by one.
+
+        >>> import numpy as np, tempfile, covary as cv
+        >>> folder = tempfile.mkdtemp() + "/visits"
+        >>> cv.FederatedData.write(folder, ((np.ones((1 + i, 4)), np.arange(1 + i)) for i in range(3)))
+        >>> cv.FederatedData.open(folder)
+        FederatedData(3 clients, 6 examples, 1 to 3 each)
+        """
+        from covary.data.folder import write
+
+        write(Path(folder), clients)
+
+    @staticmethod
+    def open(folder: str | Path, stream: bool | None = None) -> FederatedData:
+        """A data set that `write` wrote.
+
+        Args:
+            folder: where it is.
+            stream: True to read each round's cohort when it is needed, False to load everything onto the device; by
+                default data is streamed when it is larger than a quarter of the memory.
+        """
+        from covary.data.folder import read
+
+        return read(Path(folder), stream)
 
     @property
     def n_clients(self) -> int:

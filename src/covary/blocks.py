@@ -1,0 +1,93 @@
+"""A vector of R^d in pieces: what the compiled local loop works on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MOST = 16  # more arrays than this, and one vector is the faster form
+
+
+@jax.tree_util.register_pytree_node_class
+class Blocks:
+    """A vector kept as the model's own arrays, so that no step has to cut it up and join it again.
+
+    An algorithm does arithmetic on vectors and nothing else, and does not notice which of the two it has.
+
+    >>> y = Blocks([jnp.ones((2, 2)), jnp.zeros(3)])
+    >>> (y - 0.5 * (y + y)).arrays[0].tolist()
+    [[0.0, 0.0], [0.0, 0.0]]
+    """
+
+    def __init__(self, arrays: Any):
+        self.arrays = list(arrays)
+
+    def tree_flatten(self) -> tuple[list[Any], None]:
+        return self.arrays, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Any) -> Blocks:
+        return cls(arrays)
+
+    __array_ufunc__ = None  # a NumPy number on the left leaves the arithmetic to us
+
+    def _each(self, apply: Callable[[Any, Any], Any], other: Any) -> Blocks:
+        others = other.arrays if isinstance(other, Blocks) else [other] * len(self.arrays)
+        return Blocks(apply(a, b) for a, b in zip(self.arrays, others, strict=True))
+
+    def __add__(self, other: Any) -> Blocks:
+        return self._each(operator.add, other)
+
+    def __sub__(self, other: Any) -> Blocks:
+        return self._each(operator.sub, other)
+
+    def __rsub__(self, other: Any) -> Blocks:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Blocks:
+        return self._each(operator.mul, other)
+
+    def __truediv__(self, other: Any) -> Blocks:
+        return self._each(operator.truediv, other)
+
+    def __neg__(self) -> Blocks:
+        return Blocks(-a for a in self.arrays)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class Form:
+    """How a flat vector and a model's params are one and the same, with blocks as the way between."""
+
+    def __init__(self, unravel: Callable[[Any], Any], x: Any):
+        params = jax.eval_shape(unravel, x)
+        leaves, self.tree = jax.tree.flatten(params)
+        self.unravel, self.shape = unravel, x.shape
+        self.whole = len(leaves) > MOST or any(leaf.dtype != x.dtype for leaf in leaves)
+
+    def split(self, tree: Any) -> Any:
+        """Every vector of R^d in a message or state as blocks."""
+        if self.whole:
+            return tree
+        return jax.tree.map(lambda v: Blocks(jax.tree.leaves(self.unravel(v))) if v.shape == self.shape else v, tree)
+
+    def join(self, tree: Any) -> Any:
+        """All blocks as vectors again."""
+
+        def flat(v: Any) -> Any:
+            return jnp.concatenate([a.reshape(-1) for a in v.arrays]) if isinstance(v, Blocks) else v
+
+        return jax.tree.map(flat, tree, is_leaf=lambda v: isinstance(v, Blocks))
+
+    def params(self, y: Any) -> Any:
+        """The model's params of a vector in either form."""
+        return jax.tree.unflatten(self.tree, y.arrays) if isinstance(y, Blocks) else self.unravel(y)
+
+
+def squared_norm(v: Any) -> Any:
+    """‖v‖², as products: several times faster on a CPU than a sum of squares."""
+    return sum(jnp.vdot(a, a) for a in jax.tree.leaves(v))

@@ -1,0 +1,158 @@
+"""A federated data set in a folder: one `.npy` file for each array of the examples, and the clients' sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from covary.data.federated import FederatedData
+from covary.devices import memory
+from covary.errors import CovaryError, refused
+from covary.store import RowFile
+
+FORMAT = 1
+PASS = 16_384  # examples read at a time in a pass over everything
+_HEADER = 128  # bytes in front of an array; NumPy's own header fits for every shape that can be here
+
+
+class StreamedData(FederatedData):
+    """A data set that stays in its folder; only the cohort's examples are read."""
+
+    streamed = True
+
+    def __init__(self, examples: Any, sizes: np.ndarray, files: list[RowFile]):
+        self.examples, self.sizes, self._files = examples, sizes, files
+
+    def gather(self, cohort: np.ndarray, rows: int, spare: int) -> Any:
+        """The cohort's examples, each client's in `rows` rows of its own, followed by `spare` empty places."""
+
+        def read(file: RowFile) -> np.ndarray:
+            out = np.zeros((len(cohort) + spare, rows, *file.row_shape), file.dtype)
+            for place, i in zip(out, cohort, strict=False):
+                file.read_into(place[: self.sizes[i]], int(self.offsets[i]))
+            return out
+
+        return jax.tree.unflatten(jax.tree.structure(self.examples), [read(file) for file in self._files])
+
+    def passes(self) -> Iterator[tuple[Any, np.ndarray]]:
+        """All examples in order, some at a time, with the client of each."""
+        for first in range(0, self.n_examples, PASS):
+            count = min(PASS, self.n_examples - first)
+            parts = [np.empty((count, *file.row_shape), file.dtype) for file in self._files]
+            for file, out in zip(self._files, parts, strict=True):
+                file.read_into(out, first)
+            clients = np.searchsorted(self.offsets, np.arange(first, first + count), side="right") - 1
+            yield jax.tree.unflatten(jax.tree.structure(self.examples), parts), clients
+
+
+def write(folder: Path, clients: Iterable[Any]) -> None:
+    """All or nothing: the folder appears under its name when it is whole."""
+    if folder.exists():
+        raise refused("folder", "one that does not exist yet", str(folder), "Choose another name, or remove it.")
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+    draft.mkdir(parents=True)
+    try:
+        _write(draft, clients)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, clients: Iterable[Any]) -> None:
+    sizes: list[int] = []
+    first: Any = None
+    files: list[Any] = []
+    try:
+        for i, client in enumerate(clients):
+            one = FederatedData.from_clients([client]).examples  # refused here as it would be in memory
+            leaves = jax.tree.leaves(one)
+            if first is None:
+                first = one
+                files = [(folder / f"{k}.npy").open("wb") for k in range(len(leaves))]
+                for file in files:
+                    file.write(b"\0" * _HEADER)
+            for leaf, like in zip(leaves, jax.tree.leaves(first), strict=False):
+                same = jax.tree.structure(one) == jax.tree.structure(first)
+                if not same or leaf.shape[1:] != like.shape[1:] or leaf.dtype != like.dtype:
+                    came = f"shape {leaf.shape}, dtype {leaf.dtype}"
+                    allowed = f"of the form of client 0: (rows, {', '.join(map(str, like.shape[1:]))}), {like.dtype}"
+                    raise refused(f"clients[{i}]", allowed, came, "All clients have the same features.")
+            for file, leaf in zip(files, leaves, strict=True):
+                file.write(np.ascontiguousarray(leaf).data)
+            sizes.append(len(leaves[0]))
+        if first is None:
+            raise refused("clients", "at least one client", "none", "Yield one batch of examples for each.")
+        for file, leaf in zip(files, jax.tree.leaves(first), strict=True):
+            shape = (sum(sizes), *leaf.shape[1:])
+            text = repr({"descr": leaf.dtype.str, "fortran_order": False, "shape": shape}).encode()
+            file.seek(0)
+            file.write(b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + text.ljust(_HEADER - 11) + b"\n")
+    finally:
+        for file in files:
+            file.close()
+    np.save(folder / "sizes.npy", np.array(sizes))
+    about = {"format": FORMAT, "form": _described(jax.tree.map(lambda _: None, first), iter(range(len(files))))}
+    (folder / "data.json").write_text(json.dumps(about) + "\n")
+
+
+def read(folder: Path, stream: bool | None) -> FederatedData:
+    if stream is not None and not isinstance(stream, bool):
+        raise refused("stream", "True, False or None", repr(stream), "None decides by the size.")
+    try:
+        about = json.loads((folder / "data.json").read_text())
+        if about["format"] != FORMAT:
+            raise refused("folder", f"of format {FORMAT}", about["format"], "Write it again with this version.")
+        sizes = np.load(folder / "sizes.npy", allow_pickle=False)
+        examples = _rebuilt(about["form"], folder)
+        data = FederatedData.__new__(FederatedData)
+        data.examples, data.sizes = examples, sizes
+        leaves = jax.tree.leaves(examples)
+        if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:
+            raise ValueError("sizes.npy has no list of positive numbers")
+        if any(len(leaf) != sizes.sum() for leaf in leaves):
+            raise ValueError(f"sizes.npy counts {sizes.sum()} examples, the arrays have {[len(a) for a in leaves]}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CovaryError):
+            raise
+        raise CovaryError(
+            f"{folder} is no data set of covary's: {error}. Write one with covary.FederatedData.write(folder, clients)."
+        ) from None
+    if stream is None:
+        stream = sum(leaf.nbytes for leaf in leaves) > memory() / 4
+    if not stream:
+        return FederatedData(examples, sizes)
+    files = [
+        RowFile(Path(leaf.filename), len(leaf), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset) for leaf in leaves
+    ]
+    return StreamedData(examples, sizes, files)
+
+
+def _described(tree: Any, number: Iterator[int]) -> Any:
+    """The nesting of the examples as JSON, with the number of its file for each array."""
+    if isinstance(tree, dict):
+        return {"dict": {str(k): _described(tree[k], number) for k in sorted(tree)}}
+    if isinstance(tree, tuple | list):
+        return {type(tree).__name__: [_described(node, number) for node in tree]}
+    if tree is None:
+        return next(number)
+    raise refused("examples", "nested in tuples, lists and dicts", type(tree).__name__, "Pass (x, y), say.")
+
+
+def _rebuilt(form: Any, folder: Path) -> Any:
+    if isinstance(form, int):
+        array = np.load(folder / f"{form}.npy", mmap_mode="r", allow_pickle=False)
+        if array.ndim == 0 or array.dtype.kind not in "biuf":
+            raise ValueError(f"{form}.npy has no rows of numbers")
+        return array
+    ((kind, inner),) = form.items()
+    if kind == "dict":
+        return {k: _rebuilt(v, folder) for k, v in inner.items()}
+    return {"tuple": tuple, "list": list}[kind](_rebuilt(node, folder) for node in inner)

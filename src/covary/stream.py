@@ -1,0 +1,135 @@
+"""Rounds of clients whose states, or whose data, are not on the devices: brought for each cohort, and taken back.
+
+While a round computes, the next cohort's rows are read and the last one's are written, by one thread in this order.
+A client of two rounds in a row is not waited for: its row goes from one round to the next on the device.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from covary.algorithm import Algorithm
+from covary.data.federated import FederatedData
+from covary.devices import AXIS, lay_out
+from covary.rounds import Program, State, World, compiled_round, compiled_sample, compiled_warm_start, loss_at
+
+AHEAD = 64  # rounds whose cohorts are drawn in one go
+
+
+class Stream:
+    """One run: a place for client states, the data where that is streamed, and the thread that serves both."""
+
+    def __init__(self, program: Program, world: World, data: FederatedData, store: Any):
+        self.program, self.world, self.data, self.store = program, world, data, store
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="covary-store")
+
+    def rounds(
+        self,
+        algorithm: Algorithm,
+        state: State,
+        key: np.ndarray,
+        visits: list[np.ndarray],
+        last: int,
+        evaluate: Callable[[int, State], dict[str, Any]],
+    ) -> Iterator[tuple[State, dict[str, Any], np.ndarray, bool]]:
+        """The state and record after each round, with its cohort and whether it was one of the warm start.
+
+        A round is handed out when the next one is under way, unless `evaluate` has to look at every state.
+        """
+        numbers = dict(algorithm.numbers)
+        cohorts = self._cohorts(key, visits, last)
+        cohort = next(cohorts)
+        ahead = self.thread.submit(self._read, cohort)
+        done: tuple[State, dict[str, Any], np.ndarray, bool] | None = None  # the last round, if not handed out
+        unwritten: tuple[np.ndarray, Any] | None = None  # the last round's rows: they may still be computing
+        written = None
+        try:
+            for r in range(1, last + 1):
+                rows, world = ahead.result()
+                if unwritten is not None:
+                    rows = self._carried_over(rows, cohort, *unwritten)
+                warm, given = r <= len(visits), state._replace(clients=rows)
+                if warm:
+                    state, record = compiled_warm_start(self.program)(numbers, given, key, r, cohort, world)
+                else:
+                    state, record = compiled_round(self.program)(numbers, given, key, r, last, cohort, world)
+                if written is not None:
+                    written.result()  # raises what writing raised
+                if unwritten is not None:
+                    written = self.thread.submit(self._write, *unwritten)
+                unwritten = (cohort, state.clients)
+                if done is not None:
+                    yield done
+                seen = evaluate(r, state)
+                done = (state, record | seen, cohort, warm)
+                if seen:  # by the host, which may end the run here
+                    yield done
+                    done = None
+                if r < last:
+                    cohort = next(cohorts)
+                    ahead = self.thread.submit(self._read, cohort)
+            if done is not None:
+                yield done
+        finally:
+            if unwritten is not None:
+                written = self.thread.submit(self._write, *unwritten)
+            self.thread.shutdown(wait=True)
+            if written is not None:
+                written.result()
+
+    def _cohorts(self, key: np.ndarray, visits: list[np.ndarray], last: int) -> Iterator[np.ndarray]:
+        yield from visits
+        for first in range(len(visits) + 1, last + 1, AHEAD):
+            drawn = np.asarray(compiled_sample(self.program.plan)(key, np.arange(first, first + AHEAD)))
+            yield from drawn[: last + 1 - first]
+
+    def _read(self, cohort: np.ndarray) -> tuple[Any, World]:
+        """The cohort's states, and the world with the cohort's layout and data."""
+        place, spare = self.program.place, -len(cohort) % len(self.program.place.devices)
+        rows = jax.tree.map(lambda leaf: np.pad(leaf, ((0, spare), (0, 0))), self.store.read(cohort))
+        layout = jax.tree.map(lambda leaf: leaf[cohort], self.world.layout)
+        world = self.world._replace(layout=layout)
+        if self.program.streamed:
+            data = self.data.gather(cohort, self.program.plan.max_size, spare)
+            world = world._replace(examples=lay_out(place, data, PartitionSpec(AXIS)))
+        return lay_out(place, rows, PartitionSpec(AXIS)), world
+
+    def _write(self, cohort: np.ndarray, rows: Any) -> None:
+        self.store.write(cohort, jax.tree.map(lambda leaf: np.asarray(leaf)[: len(cohort)], rows))
+
+    def _carried_over(self, rows: Any, cohort: np.ndarray, before: np.ndarray, earlier: Any) -> Any:
+        """The rows read, with those of the round still under way in place of what the store has."""
+        at = np.searchsorted(before, cohort)
+        at = np.where(before[np.minimum(at, len(before) - 1)] == cohort, at, -1)
+        if (at < 0).all():
+            return rows
+        spare = -len(cohort) % len(self.program.place.devices)
+        at = np.pad(at, (0, spare), constant_values=-1)
+        return jax.tree.map(lambda new, old: _overlay(new, old, at), rows, earlier)
+
+
+@jax.jit
+def _overlay(new: Any, old: Any, at: Any) -> Any:
+    return jnp.where(at[:, None] >= 0, old[at], new)
+
+
+def streamed_loss(program: Program, data: FederatedData, p: np.ndarray, x: Any) -> float:
+    """f at x by one pass over data that is not in memory."""
+    weights = p / data.sizes
+    total = 0.0
+    for batch, clients in data.passes():
+        total += float(_part_of_loss(program)(x, batch, weights[clients].astype(x.dtype)))
+    return total
+
+
+@functools.lru_cache(maxsize=16)
+def _part_of_loss(program: Program) -> Callable[[Any, Any, Any], Any]:
+    return jax.jit(lambda x, batch, weights: loss_at(program, program.unravel(x), batch, weights))
