@@ -1,5 +1,29 @@
+"""What tests share: the engine's modes, in each of which tests of the core hold, and a count of compilations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
 import jax
 import pytest
+
+import covary as cv
+
+MODES: dict[str, dict[str, Any]] = {
+    "all at once": {"devices": 1, "width": 1000},
+    "one by one": {"devices": 1, "width": 1},
+    "eight devices": {"devices": 8},
+    "host store": {"store": "host"},
+    "disk store on three devices": {"store": "disk", "devices": 3, "width": 1},
+}
+
+
+@pytest.fixture(params=MODES)
+def every_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cv.simulate` in one of the modes."""
+    monkeypatch.setattr(cv, "simulate", functools.partial(cv.simulate, **MODES[request.param]))
+
 
 _compiled: list[str] = []
 

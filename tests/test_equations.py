@@ -6,6 +6,7 @@ from helpers import random_quadratics
 
 import covary as cv
 
+pytestmark = pytest.mark.usefixtures("every_engine")
 N, d, K, ROUNDS = 5, 3, 4, 6
 A, b = random_quadratics(N, d)
 PROBLEM = cv.quadratics(A, b)

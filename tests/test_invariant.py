@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from helpers import small_logistic
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import covary as cv
+
+pytestmark = pytest.mark.usefixtures("every_engine")
 
 
 @st.composite
@@ -22,7 +24,7 @@ def setups(draw):
     return sizes, S, steps, batch, warm, weights, option, seed
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(setups())
 def test_the_servers_control_is_the_mean_of_its_clients(setup):
     sizes, S, steps, batch, warm, weights, option, seed = setup

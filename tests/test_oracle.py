@@ -6,6 +6,7 @@ from helpers import client_gradients, one_file_example, plain_server, random_qua
 
 import covary as cv
 
+pytestmark = pytest.mark.usefixtures("every_engine")
 N, S, K, ROUNDS = 7, 3, 4, 30
 
 

@@ -10,6 +10,7 @@ import covary as cv
 from covary.algorithms.scaffold import Client, Up
 from covary.client import client_loop
 
+pytestmark = pytest.mark.usefixtures("every_engine")
 A, b = random_quadratics(N=6, d=4)
 PROBLEM = cv.quadratics(A, b)
 

@@ -37,10 +37,11 @@ def configure() -> None:
     device a core, each with its own clients, is the faster way. Called when covary is imported, because JAX fixes both
     when it first computes; a user's own settings, by environment or by `jax.config`, stand.
     """
-    if jax.config.jax_num_cpu_devices == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    settings: Any = jax.config
+    if settings.jax_num_cpu_devices == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has been used already
             jax.config.update("jax_num_cpu_devices", cores())
-    if jax.config.jax_compilation_cache_dir is None and cache_folder() is not None:
+    if settings.jax_compilation_cache_dir is None and cache_folder() is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

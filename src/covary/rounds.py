@@ -166,8 +166,8 @@ def spread(program: Program, function: Callable[..., Any], axes_before_clients: 
     if len(program.place.devices) == 1:
         return jax.jit(function, donate_argnums=donated)
     shared_out = PartitionSpec(*[None] * axes_before_clients, AXIS)
-    state = State(*[everywhere] * len(State._fields))._replace(clients=shared_out)
-    world = World(*[everywhere] * len(World._fields))
+    state: Any = State._make([everywhere] * len(State._fields))._replace(clients=shared_out)
+    world: Any = World._make([everywhere] * len(World._fields))
     if program.streamed:
         world = world._replace(examples=PartitionSpec(AXIS))
     special = {"state": state, "states": state, "world": world}
@@ -492,8 +492,9 @@ def measure(program: Program, x: Any, world: World) -> dict[str, Any]:
     params = program.unravel(x)
     if "loss" in program.evaluated:
         values["loss"] = training_loss(program, params, world)
-    if program.metrics is not None and world.evaluated_on is not None:
-        values |= by_first_device(program, lambda: program.metrics(params, world.evaluated_on))
+    metrics = program.metrics
+    if metrics is not None and world.evaluated_on is not None:
+        values |= by_first_device(program, lambda: metrics(params, world.evaluated_on))
     return {name: jnp.asarray(value, x.dtype) for name, value in values.items()}
 
 
@@ -510,7 +511,7 @@ def training_loss(program: Program, params: Any, world: World) -> Any:
         return value * (count / n) if weights is None else value
 
     weights = world.example_weights
-    if devices == parts == 1:
+    if devices == parts == 1 or size == 0:
         return loss_at(program, params, world.examples, weights)
     mine = jax.lax.axis_index(AXIS) * parts if devices > 1 else 0
     here = jnp.sum(jax.lax.map(lambda k: part((mine + k) * size, size), jnp.arange(parts)))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
 from covary.checks import whole
+from covary.data.folder import StreamedData
 from covary.devices import AXIS, Place, lay_out, memory, to_host
 from covary.errors import CovaryError, DivergenceWarning, refused
 from covary.plan import Layout, Plan, make_plan
@@ -161,7 +162,7 @@ def simulate(
     state, clients, seen = run(job, algorithm, problem, key, rounds, history)
 
     columns = history.columns()
-    if algorithm.invariant is not None and np.isnan(columns["control_error"][-1]):
+    if algorithm.invariant is not None and history.rounds and np.isnan(columns["control_error"][-1]):
         server_field, client_field = algorithm.invariant
         mean = mean_control(clients, client_field, job.layout.p, seen)
         columns["control_error"][-1] = np.linalg.norm(getattr(state.server, server_field) - mean)
@@ -245,26 +246,30 @@ def outside_devices(
     trips = algorithm.trips(job.plan.steps_on_wire)
     bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
     start = initial(algorithm, job)._replace(clients=None)
-    program, goal = job.program, job.world.target
+    program = job.program
+
+    def due(r: int) -> bool:
+        return r % program.eval_every == 0 or r == rounds
 
     def pass_over_data(r: int, state: State) -> dict[str, Any]:
         """What the host measures itself: the loss of streamed data, where it was asked for."""
-        if not job.passes or (r % program.eval_every and r != rounds):
-            return {"loss": np.nan} if job.passes else {}
+        if not isinstance(problem.data, StreamedData) or not job.passes or not due(r):
+            return {}
         return {"loss": streamed_loss(program, problem.data, job.layout.p, state.server[0])}
 
     stream = Stream(program, job.world, problem.data, store)
     final = start
     for state, record, cohort, warm in stream.rounds(algorithm, start, key, job.visits, rounds, pass_over_data):
-        state = to_host(state._replace(clients=None))
-        loss = record.get("loss", 0.0)
-        if job.passes and np.isinf(loss):
+        r = history.rounds + 1
+        if job.passes and due(r) and not np.isfinite(record["loss"]):
             final = final._replace(diverged=np.asarray(True))
             break
-        row = {name: np.asarray(value)[None] for name, value in record.items() if name != "cohort"}
-        history.add(row | {"cohort": _padded(cohort, job.plan)}, int(state.round) - history.rounds, *bytes_of[warm])
+        state = to_host(state._replace(clients=None))
+        row = ({"loss": np.nan} if job.passes else {}) | {k: v for k, v in record.items() if k != "cohort"}
+        row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": _padded(cohort, job.plan)}
+        history.add(row, int(state.round) - history.rounds, *bytes_of[warm])
         final = state
-        if job.passes and not warm and goal.direction * (loss - goal.value) >= 0:
+        if job.passes and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
             final = state._replace(reached=np.asarray(True))
         if final.reached or final.diverged:
             break
@@ -286,6 +291,7 @@ class Job(NamedTuple):
     visits: list[np.ndarray]  # the cohorts of the warm start
     store: str  # "device", "host", "disk" or a folder
     passes: bool  # the loss is measured by the host, in passes over streamed data
+    goal: tuple[str, float, float] | None  # the metric that ends the run, +1 to rise or -1 to fall, and the value
 
 
 def prepare(
@@ -327,9 +333,12 @@ def prepare(
     plan, layout = make_plan(problem, algorithm, clients_per_round, local_steps, local_epochs, batch_size, weights)
     visits = _warm_start_cohorts(algorithm, plan, rounds) if warm_start else []
     names = ("loss", *problem.metric_names)
-    wants_loss = len(names) == 1 or (target and target[0] == "loss")
+    goal = _target(target, names)
+    wants_loss = len(names) == 1 or (goal is not None and goal[0] == "loss")
     evaluated = names if wants_loss or (measure_loss and not problem.data.streamed) else names[1:]
-    goal = _target(target, names, evaluated)
+    passes = isinstance(problem.data, StreamedData) and "loss" in evaluated
+    never = Target(0, 1.0, np.inf)
+    met_at = never if goal is None or passes else Target(evaluated.index(goal[0]), *goal[1:])
     decay = _decay(average)
     starts, unravel = [], None
     for seed in seeds:
@@ -343,7 +352,6 @@ def prepare(
     problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes)
     assert unravel is not None
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed)
-    passes = problem.data.streamed and "loss" in evaluated
     program = Program(
         recipe=algorithm.recipe or algorithm,
         plan=plan,
@@ -364,11 +372,11 @@ def prepare(
     if not plan.flat_weights and not problem.data.streamed:
         example_weights = np.repeat(layout.p / layout.size, layout.size).astype(starts[0].dtype)
     examples, evaluated_on = problem.on(program.place)
-    small = World(None, None, example_weights, layout, goal, np.asarray(decay))
+    small = World(None, None, example_weights, layout, met_at, np.asarray(decay))
     if program.resident:
         small = lay_out(program.place, small)
     world = small._replace(examples=examples, evaluated_on=evaluated_on if problem.metrics is not None else None)
-    return Job(plan, layout, program, world, starts, visits, where, passes)
+    return Job(plan, layout, program, world, starts, visits, where, passes, goal)
 
 
 def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool) -> str:
@@ -389,8 +397,8 @@ def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.nda
         folder = Path(store)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise refused("store", allowed, f"{store} ({error.strerror})", "Give a folder you can write to.") from None
+        except (OSError, ValueError) as error:
+            raise refused("store", allowed, f"{store!r} ({error})", "Give a folder you can write to.") from None
     return str(store)
 
 
@@ -474,9 +482,10 @@ def _warm_start_cohorts(algorithm: Algorithm, plan: Plan, rounds: int) -> list[n
     return cohorts
 
 
-def _target(target: Any, names: tuple[str, ...], evaluated: tuple[str, ...]) -> Target:
+def _target(target: Any, names: tuple[str, ...]) -> tuple[str, float, float] | None:
+    """The metric's name, +1 to rise or -1 to fall, and the value."""
     if target is None:
-        return Target(0, 1.0, np.inf)  # never met
+        return None
     form = f"(name, value) or (name, '<=' or '>=', value) with a name among {', '.join(names)}"
     if not isinstance(target, tuple | list) or len(target) not in (2, 3):
         raise refused("target", form, repr(target), "Try ('loss', 0.1).")
@@ -486,7 +495,7 @@ def _target(target: Any, names: tuple[str, ...], evaluated: tuple[str, ...]) -> 
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
         raise refused("target", f"{form} and a finite value", repr(target), "Try ('loss', 0.1).")
     sign = {"<=": -1.0, ">=": 1.0}[way[0]] if way else direction(name)
-    return Target(evaluated.index(name), sign, float(value))
+    return name, sign, float(value)
 
 
 def direction(metric: str) -> float:

@@ -136,7 +136,7 @@ class RowFile:
 
     def read_into(self, out: np.ndarray, first: int) -> None:
         """Fill `out`, one row or several, from row `first` on."""
-        view, at = memoryview(out.reshape(-1).view(np.uint8)), self._skip + first * self._bytes
+        view, at = _bytes(out), self._skip + first * self._bytes
         while view:
             got = os.preadv(self._file, [view], at)
             if got == 0:
@@ -145,7 +145,7 @@ class RowFile:
 
     def write(self, ids: np.ndarray, rows: np.ndarray) -> None:
         for row, i in zip(rows, ids, strict=True):
-            view, at = memoryview(row.reshape(-1).view(np.uint8)), self._skip + int(i) * self._bytes
+            view, at = _bytes(row), self._skip + int(i) * self._bytes
             while view:
                 try:
                     done = os.pwritev(self._file, [view], at)
@@ -157,6 +157,12 @@ class RowFile:
                         "Free some space, or give another folder: store='/path/with/room'."
                     ) from error
                 view, at = view[done:], at + done
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """A contiguous array's memory."""
+    flat: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
 def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | None = None) -> np.ndarray:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
 from covary.data.federated import FederatedData
+from covary.data.folder import StreamedData
 from covary.devices import AXIS, lay_out
 from covary.rounds import Program, State, World, compiled_round, compiled_sample, compiled_warm_start, loss_at
 
@@ -97,7 +98,7 @@ class Stream:
         rows = jax.tree.map(lambda leaf: np.pad(leaf, ((0, spare), (0, 0))), self.store.read(cohort))
         layout = jax.tree.map(lambda leaf: leaf[cohort], self.world.layout)
         world = self.world._replace(layout=layout)
-        if self.program.streamed:
+        if isinstance(self.data, StreamedData):
             data = self.data.gather(cohort, self.program.plan.max_size, spare)
             world = world._replace(examples=lay_out(place, data, PartitionSpec(AXIS)))
         return lay_out(place, rows, PartitionSpec(AXIS)), world
@@ -121,7 +122,7 @@ def _overlay(new: Any, old: Any, at: Any) -> Any:
     return jnp.where(at[:, None] >= 0, old[at], new)
 
 
-def streamed_loss(program: Program, data: FederatedData, p: np.ndarray, x: Any) -> float:
+def streamed_loss(program: Program, data: StreamedData, p: np.ndarray, x: Any) -> float:
     """f at x by one pass over data that is not in memory."""
     weights = p / data.sizes
     total = 0.0

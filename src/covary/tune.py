@@ -22,9 +22,9 @@ from covary.devices import Place, available, cache_folder, lay_out, memory
 from covary.plan import Layout
 from covary.rounds import Program, State, Target, World, compiled_round
 
-# Floating-point operations of one local step below which a CPU is busy with the machinery around it, not with the
-# step: all clients at once, on one device, then need the least of that.
-SMALL_STEP = 1e6
+# Floating-point operations below which a CPU is busy with the machinery around them: of a round, for several devices to
+# pay; of a local step, for clients one by one to pay.
+SMALL_ROUND, SMALL_STEP = 1e7, 1e6
 # Operations of a device in one round from which on a trial of widths pays: a few seconds, once a machine.
 LONG_ROUND = {"cpu": 1e11, "gpu": 5e11, "tpu": 5e12}
 TRIAL_STEPS = 4
@@ -42,23 +42,24 @@ def tuned(
 ) -> Program:
     """The program with its place: what the user asked for, else what is fastest.
 
-    Every device has its part of the cohort, except that small steps share one CPU device. A CPU takes its clients one
-    by one unless steps are small, an accelerator takes them all at once; for long rounds a trial decides.
+    Every device has its part of the cohort, except that small rounds stay on one CPU device. A CPU takes its clients
+    one by one unless steps are small, an accelerator takes them all at once; for long rounds a trial decides.
     """
     plan, found, examples = program.plan, available(devices), data.examples
     step = step_cost(program, x.shape, x.dtype, shapes_of(examples))
-    kind, small = found[0].platform, step.flops * members < SMALL_STEP
+    kind, work = found[0].platform, step.flops * members * plan.max_steps * plan.cohort
     if devices is None and jax.process_count() == 1:
-        found = found[: 1 if kind == "cpu" and small else plan.cohort]
+        found = found[: 1 if kind == "cpu" and work < SMALL_ROUND else plan.cohort]
         if kind == "cpu" and not data.streamed:  # each CPU device has its own copy of the data
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(examples))
             found = found[: max(1, int(memory() / 4 / size))]
     each = -(-plan.cohort // len(found))
     if width is not None:
         return dataclasses.replace(program, place=Place(found, min(whole("width", width, 1), each)))
-    program = dataclasses.replace(program, place=Place(found, 1 if kind == "cpu" and not small else each))
-    round_of_one = step.flops * members * plan.max_steps * each
-    if each == 1 or members > 1 or jax.process_count() > 1 or round_of_one < LONG_ROUND.get(kind, 5e11):
+    one_by_one = kind == "cpu" and step.flops * members >= SMALL_STEP
+    program = dataclasses.replace(program, place=Place(found, 1 if one_by_one else each))
+    short = work / len(found) < LONG_ROUND.get(kind, 5e11)
+    if each == 1 or members > 1 or jax.process_count() > 1 or short:
         return program
     about = f"{step.text} {plan} {algorithm.name} {kind} {found[0].device_kind} {len(found)} {jax.__version__}"
     chosen = remembered_or_tried(hashlib.sha256(about.encode()).hexdigest()[:24], program, algorithm, x, examples)

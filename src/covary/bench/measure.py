@@ -1,0 +1,269 @@
+"""The measurements: each returns plain numbers that go into one JSON record."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import pty
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import covary as cv
+from covary.bench import peers, torch_rivals
+from covary.bench.workloads import CNN, W1, W2, Workload
+from covary.devices import cores
+from covary.simulate import CHUNK
+
+Say = Callable[[str], None]
+SWEEP = {"eta_l": list(np.logspace(-2, -0.5, 8))}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    names = ("jax", "jaxlib", "numpy", "torch", "flwr", "pfl", "flgo")
+    versions = {name: _version(name) for name in names}
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "device": jax.devices()[0].device_kind if jax.devices()[0].platform != "cpu" else cpu,
+        "platform": jax.devices()[0].platform,
+        "cores": cores(),
+        "python": platform.python_version(),
+        "covary": cv.__version__,
+        **{name: version for name, version in versions.items() if version},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ours(workload: Workload, chunks: int, **how: Any) -> dict[str, float]:
+    """Seconds a round of SCAFFOLD in `simulate`, evaluation left out, and seconds until the first round was there."""
+    marks: dict[int, float] = {}
+    problem = workload.problem()
+    start = time.perf_counter()
+    cv.simulate(
+        cv.scaffold(eta_l=torch_rivals.ETA_L),
+        problem,
+        rounds=(chunks + 1) * CHUNK + 1,
+        clients_per_round=workload.cohort,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        eval_every=10**6,
+        log=lambda r, _: marks.setdefault(r, time.perf_counter()),
+        **how,
+    )
+    ends = [marks[(k + 1) * CHUNK] for k in range(chunks + 1)]
+    seconds = min(np.diff(ends)) / CHUNK
+    return {"seconds": seconds, "first_chunk": ends[0] - start}
+
+
+def our_sweep(workload: Workload, chunks: int) -> float:
+    """Seconds a round of all 24 members, 8 step-sizes with 3 seeds each."""
+    marks: list[float] = []
+    cv.sweep(
+        cv.scaffold,
+        workload.problem(),
+        SWEEP,
+        seeds=[0, 1, 2],
+        rounds=(chunks + 1) * CHUNK + 1,
+        clients_per_round=workload.cohort,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        eval_every=10**6,
+        log=lambda *_: marks.append(time.perf_counter()),
+    )
+    return float(min(np.diff(marks[: chunks + 1])) / CHUNK)
+
+
+def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
+    """The paper's round, ours and everyone else's, one after the other on the same data."""
+    gpu = jax.devices()[0].platform == "gpu"
+    device = "cuda" if gpu else "cpu"
+    records = []
+    for workload in (W1, W2):
+        if quick:
+            workload = replace(workload, n_clients=6, cohort=2, steps=2, size=390)
+        repeats, chunks = (1, 1) if quick else (5, 4 if gpu else 2)
+        entries: dict[str, Callable[[], float]] = {"covary": lambda w=workload, c=chunks: ours(w, c)["seconds"]}
+        if gpu:
+            entries["covary, bfloat16"] = lambda w=workload, c=chunks: ours(w, c, precision="bfloat16")["seconds"]
+        if importlib.util.find_spec("torch") is not None:
+            if not gpu:
+                entries["matrix products alone"] = lambda w=workload, n=repeats: torch_rivals.floor(w, n)
+            entries |= {
+                "PyTorch, batched clients": lambda w=workload, n=repeats: torch_rivals.batched_clients(w, n, device),
+                "PyTorch, client by client": lambda w=workload, n=repeats: torch_rivals.per_client_loop(w, n, device),
+            }
+        if with_peers and not gpu:
+            for name, (module, function) in peers.PEERS.items():
+                if importlib.util.find_spec(module) is not None:
+                    entries[name] = lambda f=function, w=workload, n=repeats: f(w, n)
+        for name, work in entries.items():
+            say(f"{workload.name}: {name}")
+            records.append({"what": "round", "workload": workload.name, "who": name, **_attempt(work)})
+    return records
+
+
+def _attempt(work: Callable[[], float]) -> dict[str, Any]:
+    try:
+        return {"seconds": work()}
+    except (RuntimeError, OSError, ImportError) as error:
+        return {"seconds": None, "why": str(error).splitlines()[0]}
+
+
+def sweep(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """A tuned comparison's worth: 24 runs at once against one."""
+    workload = replace(W1, n_clients=6, cohort=2, steps=2, size=390) if quick else W1
+    gpu = jax.devices()[0].platform == "gpu"
+    say("one run, then a sweep of 24")
+    one = ours(workload, 1 if quick else 4 if gpu else 2)["seconds"]
+    return [{"what": "sweep", "members": 24, "one": one, "seconds": our_sweep(workload, 4 if gpu else 1)}]
+
+
+def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """The convolutional network: clients in the width that the trial chose, against a compiled PyTorch loop."""
+    gpu = jax.devices()[0].platform == "gpu"
+    workload = CNN if gpu else replace(CNN, n_clients=10, cohort=4, steps=2)
+    if quick:
+        workload = replace(CNN, n_clients=4, cohort=2, steps=1, batch=5, size=10)
+    records = []
+    for who, how in {"covary": {}, "covary, one by one": {"width": 1}, "covary, all at once": {"width": 20}}.items():
+        say(f"CNN: {who}")
+        work = _attempt(lambda how=how: ours(workload, 1, **how)["seconds"])
+        records.append({"what": "round", "workload": "CNN", "who": who, **work})
+    if importlib.util.find_spec("torch") is not None:
+        device = "cuda" if gpu else "cpu"
+        for who, compiled in {"PyTorch, client by client": False, "the same with torch.compile": True}.items():
+            say(f"CNN: {who}")
+            work = _attempt(lambda c=compiled: torch_rivals.per_client_loop(workload, 1 if quick else 3, device, c))
+            records.append({"what": "round", "workload": "CNN", "who": who, **work})
+    return records
+
+
+def first(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """Seconds from a cold start: `covary compare` to its first finished rounds, and W1's first chunk; with an empty
+    cache of programs, and again with what that left."""
+    records = []
+    with tempfile.TemporaryDirectory() as home:
+        for cache in ("empty", "filled"):
+            say(f"first results, cache {cache}")
+            environment = {**os.environ, "XDG_CACHE_HOME": home}
+            compare = _seconds_to("round ", [sys.executable, "-m", "covary", "compare", "--out", home], environment)
+            records.append(
+                {"what": "first", "cache": cache, "compare": compare, "w1": _first_chunk(quick, environment)}
+            )
+    return records
+
+
+def _first_chunk(quick: bool, environment: dict[str, str]) -> dict[str, float]:
+    """The time of W1's compilation alone, in a process of its own: its first chunk less another one."""
+    sizes = "n_clients=6, cohort=2, steps=2, size=390" if quick else ""
+    code = (
+        "import dataclasses; from covary.bench.measure import ours; from covary.bench.workloads import W1;"
+        f"m = ours(dataclasses.replace(W1, {sizes}), 1); print(m['first_chunk'], m['first_chunk'] - 25 * m['seconds'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    first_chunk, compilation = map(float, done.stdout.split())
+    return {"first_chunk": first_chunk, "compilation_and_setup": compilation}
+
+
+def _seconds_to(text: str, command: list[str], environment: dict[str, str]) -> float:
+    """Seconds until a command has shown some text on its terminal; it is stopped then."""
+    master, slave = pty.openpty()
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, env=environment)
+    os.close(slave)
+    seen = ""
+    try:
+        while text not in seen:
+            seen += os.read(master, 4096).decode(errors="replace")
+        return time.perf_counter() - start
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """How a round grows: with N up to a million clients on disk, and with S, K and d."""
+    records = []
+    sizes = [100, 1000] if quick else [10**3, 10**4, 10**5, 10**6]
+    with tempfile.TemporaryDirectory() as folder:
+        for n in sizes:
+            say(f"{n:,} clients on disk")
+            records.append({"what": "clients", "N": n, **_many_clients(n, Path(folder), 5 if quick else 60)})
+    base = {"S": 20, "K": 20, "d": 200}
+    ladders = {"S": [10, 20, 40, 80], "K": [10, 20, 40, 80], "d": [100, 200, 400, 800]}
+    for name, values in ladders.items():
+        for value in values[:2] if quick else values:
+            say(f"{name} = {value}")
+            records.append(
+                {"what": "linear", "in": name, "value": value, "seconds": _plain(base | {name: value}, quick)}
+            )
+    return records
+
+
+def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
+    """Logistic regression 784 -> 10 (d = 7,850), 5 examples a client, 100 clients a round, states and data on disk."""
+    rng = np.random.default_rng(0)
+    pool = rng.integers(0, 256, (10_000, 784), dtype=np.uint8)
+    where = folder / str(n)
+    places = rng.integers(0, 9_995, n)
+    cv.FederatedData.write(where, ((pool[k : k + 5], np.arange(k, k + 5) % 10) for k in places))
+    data = cv.FederatedData.open(where, stream=True)
+    problem = cv.supervised(cv.models.logistic_regression(784, 10), data, test=(pool[:500], np.arange(500) % 10))
+    marks, resident = [], []
+
+    def log(_: int, __: Any) -> None:
+        marks.append(time.perf_counter())
+        resident.append(_resident())
+
+    cohort = min(100, n // 2)
+    cv.simulate(
+        cv.scaffold(eta_l=0.05),
+        problem,
+        rounds,
+        clients_per_round=cohort,
+        local_steps=10,
+        batch_size=5,
+        eval_every=10**6,
+        log=log,
+        store=folder / f"{n}-states",
+    )
+    seconds = np.diff(marks)[rounds // 4 :]
+    return {"seconds": float(np.median(seconds)), "resident_bytes": float(max(resident)), "S": cohort}
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds now."""
+    if Path("/proc/self/statm").is_file():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _plain(sizes: dict[str, int], quick: bool) -> float:
+    """Seconds a round with so many clients a round, steps and parameters (in units of 784), the rest being equal."""
+    S, K, classes = sizes["S"], sizes["K"], sizes["d"]
+    small = 4 if quick else 1
+    workload = Workload("plain", "logistic", 80, S // small, K // small, 50, 100, 784, 0, max(2, classes // small))
+    return ours(workload, 1)["seconds"]

@@ -1,0 +1,88 @@
+"""`covary bench`: how fast covary is on this machine, beside what else there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from covary.cli.common import Out, bar, console
+from covary.errors import refused
+from covary.report.folder import RunFolder
+
+PARTS = ("rounds", "sweep", "cnn", "first", "growth")
+
+
+def bench(
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="Some of: rounds, sweep, cnn, first, growth. [default: rounds, sweep]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
+    peers: Annotated[bool, typer.Option(help="Also time other simulators that are installed.")] = True,
+    out: Out = Path("runs"),
+) -> None:
+    """Time the paper's round in covary, in PyTorch and in other simulators that are installed, side by side.
+
+    Only ratios within one run mean something. Without PyTorch (pip install torch) there is nothing to compare with.
+
+    Example: covary bench rounds sweep
+    """
+    from covary.bench import measure
+    from covary.report.speed import save_speed
+
+    chosen = parts or ["rounds", "sweep"]
+    for part in chosen:
+        if part not in PARTS:
+            raise refused("PARTS", f"some of {', '.join(PARTS)}", part, "Try: covary bench rounds.")
+    folder = RunFolder.create("bench", out)
+    folder.append({"kind": "header", "quick": quick, "parts": chosen, **measure.machine()})
+    records: list[dict[str, Any]] = []
+    with bar("parts") as progress:
+        task = progress.add_task("", total=len(chosen))
+        for part in chosen:
+
+            def say(text: str) -> None:
+                progress.update(task, description=text)
+
+            extra = {"with_peers": peers} if part == "rounds" else {}
+            for record in getattr(measure, part)(quick=quick, say=say, **extra):
+                folder.append(record)
+                records.append(record)
+            progress.advance(task)
+    _show(records)
+    picture = folder.path / "speed.png"
+    save_speed(picture, records)
+    console.print(f"Plot: {picture}\nRaw results: {folder.results}", soft_wrap=True)
+    console.print(f"[dim]{json.dumps(measure.machine())}[/dim]", soft_wrap=True)
+
+
+def _show(records: list[dict[str, Any]]) -> None:
+    from covary.report.tables import plain_table
+
+    rounds = [r for r in records if r["what"] == "round"]
+    for workload in dict.fromkeys(r["workload"] for r in rounds):
+        rows = [r for r in rounds if r["workload"] == workload]
+        base = rows[0]["seconds"]
+        body = [
+            [r["who"], f"{1000 * r['seconds']:.2f}", f"{r['seconds'] / base:.2f}"]
+            if r["seconds"]
+            else [r["who"], r["why"], ""]
+            for r in rows
+        ]
+        console.print(plain_table(f"One round of {workload}", ["", "ms", "× covary"], body))
+    for r in records:
+        if r["what"] == "sweep":
+            ratio = r["seconds"] / r["one"]
+            console.print(f"Sweep of {r['members']}: {1000 * r['seconds']:.1f} ms a round, {ratio:.1f} × one run.")
+        elif r["what"] == "first":
+            console.print(
+                f"Cache {r['cache']}: covary compare shows finished rounds after {r['compare']:.1f} s; W1 compiles and "
+                f"sets up in {r['w1']['compilation_and_setup']:.1f} s."
+            )
+        elif r["what"] == "clients":
+            held = f"{r['resident_bytes'] / 1e9:.2f} GB resident"
+            console.print(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms a round of {r['S']} clients, {held}.")
+        elif r["what"] == "linear":
+            console.print(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms a round.")

@@ -1,0 +1,340 @@
+"""Where a round runs changes nothing but the time: widths, devices, hosts, stores, streamed data."""
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import ROOT, random_quadratics, small_logistic
+
+import covary as cv
+from conftest import MODES
+from covary import devices, tune
+from covary.plan import Plan
+from covary.rounds import compiled, compiled_sample
+
+SIZES = [12, 8, 9, 15, 7, 11, 10]
+TRAINING = {"clients_per_round": 5, "local_steps": 4, "batch_size": 4}
+ALGORITHMS = [
+    cv.scaffold(eta_l=0.1),
+    cv.scaffold(eta_l=0.1, option="I"),
+    cv.fedavg(eta_l=0.1),
+    cv.feddyn(eta_l=0.1),
+    cv.dane(eta_l=0.1),
+]
+
+
+def arrays(run):
+    return [
+        run.x,
+        *run.server,
+        *(np.asarray(field) for field in run.clients),
+        run.history["loss"],
+        run.history["drift"],
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_every_mode_gives_the_same_numbers(algorithm):
+    """Bit for bit on one device, where sums are taken in one order; to rounding on several."""
+    problem = small_logistic(SIZES)
+    reference = cv.simulate(algorithm, problem, 12, **TRAINING, **MODES["all at once"])
+    for name, mode in MODES.items():
+        run = cv.simulate(algorithm, problem, 12, **TRAINING, **mode)
+        np.testing.assert_array_equal(run.history["cohort"], reference.history["cohort"], name)
+        for ours, theirs in zip(arrays(run), arrays(reference), strict=True):
+            if mode.get("devices", 1) == 1:
+                np.testing.assert_array_equal(ours, theirs, name)
+            else:
+                np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_warm_start_a_target_and_a_divergence_end_alike_in_every_mode(mode):
+    problem = small_logistic(SIZES)
+    for settings in ({"warm_start": True}, {"target": ("loss", 0.8)}, {"weights": "examples", "eval_every": 5}):
+        runs = [cv.simulate(cv.scaffold(0.1), problem, 12, **TRAINING, **settings, **how) for how in (MODES[mode], {})]
+        assert runs[0].rounds == runs[1].rounds
+        assert runs[0].reached == runs[1].reached
+        for ours, theirs in zip(arrays(runs[0]), arrays(runs[1]), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+    A, b = random_quadratics(6)
+    with pytest.warns(cv.DivergenceWarning):
+        blown_up = cv.simulate(cv.scaffold(1e3), cv.quadratics(A, b), 300, clients_per_round=4, **MODES[mode])
+    assert blown_up.diverged == blown_up.rounds + 1
+    assert np.isfinite(blown_up.x).all()
+    assert np.isfinite(np.asarray(blown_up.clients.c_i)).all()
+    scale = np.abs(np.asarray(blown_up.clients.c_i)).max()
+    np.testing.assert_allclose(np.asarray(blown_up.clients.c_i).mean(axis=0), blown_up.server.c, atol=1e-9 * scale)
+
+
+def test_a_sweep_on_eight_devices_is_the_sweep_on_one():
+    problem = small_logistic(SIZES)
+    how = {"grid": {"eta_l": [0.03, 0.1]}, "seeds": [0, 1], "rounds": 8, **TRAINING}
+    one, eight = (cv.sweep(cv.scaffold, problem, devices=count, **how) for count in (1, 8))
+    np.testing.assert_allclose(eight.curves["drift"], one.curves["drift"], rtol=1e-11)
+    warm = [cv.sweep(cv.scaffold, problem, devices=count, warm_start=True, **how) for count in (1, 3)]
+    np.testing.assert_allclose(warm[1].curves["drift"], warm[0].curves["drift"], rtol=1e-11)
+
+
+def test_two_processes_on_loopback_give_the_numbers_of_one(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, str(ROOT / "tests" / "two_hosts.py"), address, "2"]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen([*command, str(i), str(tmp_path / f"{i}.npz")], env=environment, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()[-2000:]
+    alone = cv.simulate(cv.scaffold(eta_l=0.1), small_logistic(SIZES), 12, **TRAINING, devices=1)
+    for i in range(2):
+        with np.load(tmp_path / f"{i}.npz") as host:
+            np.testing.assert_array_equal(host["cohort"], alone.history["cohort"])
+            np.testing.assert_allclose(host["x"], alone.x, rtol=1e-11)
+            np.testing.assert_allclose(host["c"], alone.server.c, rtol=1e-10, atol=1e-13)
+            np.testing.assert_allclose(host["c_i"], alone.clients.c_i, rtol=1e-10, atol=1e-13)
+            np.testing.assert_allclose(host["loss"], alone.history["loss"], rtol=1e-11)
+
+
+def test_the_loss_in_parts_is_the_loss(monkeypatch):
+    problem = small_logistic(SIZES)
+    for weights in ("examples", "uniform"):
+        losses = []
+        for at_once, count in ((10**6, 1), (10, 1), (10, 3)):
+            compiled.cache_clear()  # the number is no part of a program's name
+            monkeypatch.setattr("covary.rounds.EVALUATED_AT_ONCE", at_once)
+            run = cv.simulate(cv.fedavg(0.1), problem, 3, **TRAINING, devices=count, weights=weights)
+            losses.append(run.history["loss"])
+        compiled.cache_clear()
+        np.testing.assert_allclose(losses[1], losses[0], rtol=1e-12)
+        np.testing.assert_allclose(losses[2], losses[0], rtol=1e-11)
+
+
+def plan_of(N, S):
+    return Plan(N, S, 1, 1, "full", 1, 1, 1, False, False, True, 1)
+
+
+@pytest.mark.parametrize(("N", "S"), [(50, 10), (5000, 20), (5000, 200)])
+def test_cohorts_are_uniform_and_without_repetition(N, S):
+    key = np.asarray(jax.random.key_data(jax.random.key(3)))
+    cohorts = np.asarray(compiled_sample(plan_of(N, S))(key, np.arange(2000)))
+    assert (np.diff(cohorts, axis=1) > 0).all()
+    assert cohorts.min() >= 0
+    assert cohorts.max() < N
+    tenths = np.histogram(cohorts, bins=10, range=(0, N))[0] / cohorts.size
+    np.testing.assert_allclose(tenths, 0.1, atol=5 * np.sqrt(0.09 / cohorts.size))
+    # The spread of a cohort's mean is that of sampling without replacement.
+    expected = (N**2 - 1) / 12 / S * (N - S) / (N - 1)
+    np.testing.assert_allclose(cohorts.mean(axis=1).var(), expected, rtol=0.15)
+
+
+def test_the_disk_holds_only_clients_ever_sampled(tmp_path):
+    N, d = 20_000, 500
+    rng = np.random.default_rng(0)
+    data = cv.FederatedData((rng.normal(size=(N, d)), rng.normal(size=N)), np.ones(N, int))
+    model = SquaredError(d)
+    run = cv.simulate(
+        cv.scaffold(eta_l=1e-3),
+        cv.supervised(model, data),
+        10,
+        clients_per_round=5,
+        eval_every=10,
+        store=tmp_path / "s",
+    )
+    (file,) = (tmp_path / "s").iterdir()
+    assert file.name == "c_i.rows"
+    assert file.stat().st_size == N * d * 8
+    assert file.stat().st_blocks * 512 < 60 * (d * 8 + 8192)
+    seen = np.unique(run.history["cohort"])
+    c_i = run.clients.c_i
+    assert c_i.shape == (N, d)
+    assert (np.abs(c_i[seen]).max(axis=1) > 0).all()
+    unseen = np.setdiff1d(np.arange(N), seen)[:100]
+    assert not c_i[unseen].any()
+    np.testing.assert_allclose(c_i[seen].sum(axis=0) / N, run.server.c, atol=1e-12)
+    np.testing.assert_array_equal(c_i[int(seen[0])], c_i[seen][0])
+    np.testing.assert_array_equal(c_i[seen[0], 2], c_i[seen][0, 2])
+    # Too many clients to look at in every round: the error is measured at the end.
+    assert np.isnan(run.history["control_error"][:-1]).all()
+    assert run.history["control_error"][-1] < 1e-12
+
+
+class SquaredError:
+    def __init__(self, d):
+        self.d = d
+
+    def init(self, key):
+        return jax.numpy.zeros(self.d)
+
+    def loss(self, params, batch):
+        x, y = batch
+        return jax.numpy.mean((x @ params - y) ** 2)
+
+
+def test_a_temporary_store_goes_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), 3, **TRAINING, store="disk")
+    assert len(list(tmp_path.iterdir())) == 1
+    assert np.abs(run.clients.c_i[:]).max() > 0
+    del run
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_states_of_another_run_are_not_overwritten(tmp_path):
+    problem = small_logistic(SIZES)
+    cv.simulate(cv.scaffold(0.1), problem, 2, **TRAINING, store=tmp_path)
+    with pytest.raises(cv.CovaryError, match="Give a new folder"):
+        cv.simulate(cv.scaffold(0.1), problem, 2, **TRAINING, store=tmp_path)
+
+
+def test_a_full_disk_is_told(tmp_path):
+    """A limit on the size of files stands in for the disk."""
+    code = (
+        "import resource, sys; sys.path.insert(0, 'tests')\n"
+        "import covary as cv; from helpers import small_logistic\n"
+        "problem = small_logistic([5] * 2000)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10**9, 10**9))\n"
+        "from covary import store; real = store.os.pwritev\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 12 * 2000, 4 * 12 * 2000))\n"
+        "def limited(*args):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 4 * 12 * 2000)); return real(*args)\n"
+        "store.os.pwritev = limited\n"
+        f"cv.simulate(cv.scaffold(0.1), problem, 3, clients_per_round=5, store={str(tmp_path / 's')!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert "covary.errors.CovaryError: The disk is full" in done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """SIZES as a folder, and the same in memory."""
+    memory = small_logistic(SIZES).data
+    cv.FederatedData.write(tmp_path / "data", (memory.client(i) for i in range(len(SIZES))))
+    return tmp_path / "data", memory
+
+
+@pytest.mark.parametrize("mode", [{}, {"devices": 3}, {"store": "disk"}, {"weights": "examples"}])
+def test_streamed_data_gives_the_same_run(folder, mode):
+    path, memory = folder
+    model = cv.models.logistic_regression(3, 3)
+    test = memory.client(0)
+    streamed = cv.supervised(model, cv.FederatedData.open(path, stream=True), test)
+    inside = cv.supervised(model, memory, test)
+    a = cv.simulate(cv.scaffold(0.1), streamed, 8, **TRAINING, **mode)
+    b = cv.simulate(cv.scaffold(0.1), inside, 8, **TRAINING, **({"devices": 1} | mode))
+    np.testing.assert_allclose(a.x, b.x, rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(a.clients.c_i), np.asarray(b.clients.c_i), rtol=1e-11, atol=1e-14)
+    np.testing.assert_array_equal(a.history["accuracy"], b.history["accuracy"])
+    assert "loss" not in a.history
+
+
+def test_the_loss_of_streamed_data_is_a_pass_over_it(folder, monkeypatch):
+    path, memory = folder
+    monkeypatch.setattr("covary.data.folder.PASS", 10)
+    model = cv.models.logistic_regression(3, 3)
+    streamed, inside = (cv.supervised(model, data) for data in (cv.FederatedData.open(path, stream=True), memory))
+    for settings in ({"eval_every": 3}, {"target": ("loss", 0.8)}, {"target": ("loss", 0.8), "eval_every": 4}):
+        a, b = (cv.simulate(cv.scaffold(0.1), p, 12, **TRAINING, **settings) for p in (streamed, inside))
+        np.testing.assert_allclose(a.history["loss"], b.history["loss"], rtol=1e-11)
+        assert a.reached == b.reached
+        np.testing.assert_allclose(a.clients.c_i, b.clients.c_i, rtol=1e-11, atol=1e-14)
+
+
+def test_a_folder_that_fits_is_loaded(folder):
+    path, memory = folder
+    data = cv.FederatedData.open(path)
+    assert not data.streamed
+    np.testing.assert_array_equal(data.client(3)[0], memory.client(3)[0])
+
+
+def test_a_dict_of_examples_keeps_its_form(tmp_path):
+    clients = [{"image": np.ones((2, 3, 3)), "label": np.array([0, 1])}] * 2
+    cv.FederatedData.write(tmp_path / "d", clients)
+    assert cv.FederatedData.open(tmp_path / "d").client(1)["image"].shape == (2, 3, 3)
+
+
+def test_bad_folders_are_refused(tmp_path, folder):
+    path, _ = folder
+    with pytest.raises(cv.CovaryError, match="does not exist yet"):
+        cv.FederatedData.write(path, [])
+    with pytest.raises(cv.CovaryError, match="at least one client"):
+        cv.FederatedData.write(tmp_path / "none", [])
+    with pytest.raises(cv.CovaryError, match=r"clients\[1\] must be of the form of client 0"):
+        cv.FederatedData.write(tmp_path / "mixed", [np.ones((2, 3)), np.ones((2, 4))])
+    with pytest.raises(cv.CovaryError, match="NaN"):
+        cv.FederatedData.write(tmp_path / "nan", [np.full((2, 3), np.nan)])
+    assert [p.name for p in tmp_path.iterdir()] == ["data"]
+    with pytest.raises(cv.CovaryError, match="no data set of covary's"):
+        cv.FederatedData.open(tmp_path)
+    (path / "sizes.npy").write_bytes((path / "sizes.npy").read_bytes()[:-8])
+    with pytest.raises(cv.CovaryError, match="no data set of covary's"):
+        cv.FederatedData.open(path)
+
+
+def test_bad_engines_are_refused():
+    problem = small_logistic(SIZES)
+    wrong = {
+        "store": ("cloud\0", "folder you can write to"),
+        "devices": (9, "at most 8"),
+        "width": (0, "width must be"),
+        "precision": ("bfloat16", "None on a CPU"),
+    }
+    for name, (value, told) in wrong.items():
+        with pytest.raises(cv.CovaryError, match=told):
+            cv.simulate(cv.scaffold(0.1), problem, 1, **{name: value})
+    with pytest.raises(cv.CovaryError, match="precision must be"):
+        cv.simulate(cv.scaffold(0.1), problem, 1, precision="float8")
+
+
+def test_a_long_round_tries_widths_once_and_remembers(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "LONG_ROUND", {"cpu": 0.0})
+    monkeypatch.setattr(tune, "_TRIED", {})
+    monkeypatch.setattr(tune, "cache_folder", lambda: tmp_path)
+    tried = []
+    real = tune._time
+    monkeypatch.setattr(tune, "_time", lambda program, width, *rest: tried.append(width) or real(program, width, *rest))
+    problem = small_logistic([9] * 12)
+    first = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
+    assert tried == [1, 4, 12]
+    assert list(json.loads((tmp_path / "widths.json").read_text()).values())[0] in tried
+    monkeypatch.setattr(tune, "_TRIED", {})
+    second = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
+    assert tried == [1, 4, 12]
+    np.testing.assert_array_equal(first.x, second.x)
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "count"),
+    [
+        ({}, "import covary", None),
+        ({"JAX_NUM_CPU_DEVICES": "3"}, "import covary", 3),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, "import covary", 2),
+        ({}, "import jax; jax.numpy.ones(1); import covary", 1),
+        ({"XDG_CACHE_HOME": "/dev/null"}, "import covary", None),
+    ],
+)
+def test_a_users_own_settings_of_jax_stand(environment, code, count):
+    code += (
+        "; import jax, covary as cv; run = cv.simulate(cv.sgd(0.1), cv.lower_bound(1.0), 2)"
+        "; print(len(jax.devices()), jax.config.jax_compilation_cache_dir)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) == (count or devices.cores())
+    if environment.get("XDG_CACHE_HOME") == "/dev/null":
+        assert done.stdout.split()[1] == "None"
+    else:
+        assert Path(done.stdout.split()[1]).is_dir()
