@@ -43,7 +43,7 @@ def test_the_servers_control_is_the_mean_of_its_clients(setup):
     scale = np.abs(run.clients.c_i).max()
     assert np.abs(run.server.c - p @ run.clients.c_i).max() <= 1e-12 * scale
     assert run.history["control_error"].shape == (12,)
-    assert run.history["control_error"].max() <= 1e-11 * max(1.0, scale)
+    assert np.nanmax(run.history["control_error"]) <= 1e-11 * max(1.0, scale)
 
 
 def test_a_wrong_control_update_is_seen_in_the_history():
@@ -70,7 +70,7 @@ def test_feddyns_h_is_the_mean_of_its_clients(weights):
         batch_size=2,
         weights=weights,
     )
-    assert run.history["control_error"].max() < 1e-12
+    assert np.nanmax(run.history["control_error"]) < 1e-12
 
 
 def test_vrl_sgds_corrections_cancel():

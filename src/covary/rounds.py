@@ -84,24 +84,23 @@ def compiled(program: Program) -> Rounds:
     """
 
     def chunk(numbers: dict[str, Any], state: State, key: Any, last: Any, world: World) -> tuple[State, Records]:
-        step = functools.partial(one_round, program, numbers)
-        return loop(program, step, state, state.round, wrap(key), last, world)
+        return loop(program, functools.partial(one_round, program, numbers), state, state.round, wrap(key), last, world)
 
     return spread(program, chunk)
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_round(program: Program) -> Rounds:
-    """`(numbers, state, key, r, last, cohort, world) -> state, record`: one round of a cohort that is given.
+def compiled_round(program: Program, measured: bool) -> Rounds:
+    """`(numbers, state, key, r, cohort, world) -> state, record`: one round of a cohort that is given.
 
     For client states that live outside the devices: `state.clients` and `world.layout` have one row for each of the
     cohort, and so has `world.examples` where data is streamed.
     """
 
     def visit(
-        numbers: dict[str, Any], state: State, key: Any, r: Any, last: Any, cohort: Any, world: World
+        numbers: dict[str, Any], state: State, key: Any, r: Any, cohort: Any, world: World
     ) -> tuple[State, Records]:
-        return one_round(program, numbers, state, wrap(key), r, last, world, cohort)
+        return one_round(program, numbers, measured, state, wrap(key), r, world, cohort)
 
     return spread(program, visit)
 
@@ -128,7 +127,9 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
     """`(numbers, state, key, r, cohort, world) -> state, record`: a round in which a cohort sets its controls."""
 
     def visit(numbers: dict[str, Any], state: State, key: Any, r: Any, cohort: Any, world: World) -> Any:
-        def one(numbers: dict[str, Any], state: State, key: Any, cohort: Any, world: World) -> tuple[State, Records]:
+        def one(
+            numbers: dict[str, Any], measured: bool, state: State, key: Any, cohort: Any, world: World
+        ) -> tuple[State, Records]:
             algorithm = rebuild(program.recipe, numbers)
             key = jax.random.fold_in(key, r)
             assert algorithm.warm_start is not None
@@ -140,7 +141,7 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
             return state, {**values, "drift": drift}
 
         one_visit = members(one, numbers) if sweep else functools.partial(one, numbers)
-        return one_visit(state, wrap(key), cohort, world)
+        return one_visit(True, state, wrap(key), cohort, world)
 
     return spread(program, visit, axes_before_clients=2 if sweep else 0)
 
@@ -176,11 +177,11 @@ def spread(program: Program, function: Callable[..., Any], axes_before_clients: 
 
 
 def members(round_of_one: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., Any]:
-    """`(numbers, state, key, ...)` of one member, for all seeds (outer axis) and all points (inner axis)."""
+    """`(numbers, measured, state, key, ...)` of one member, for all seeds (outer axis) and all points (inner axis)."""
 
-    def all_members(states: State, keys: Any, *shared: Any) -> Any:
+    def all_members(measured: bool, states: State, keys: Any, *shared: Any) -> Any:
         def points(states: State, key: Any) -> Any:
-            return jax.vmap(lambda n, state: round_of_one(n, state, key, *shared))(numbers, states)
+            return jax.vmap(lambda n, state: round_of_one(n, measured, state, key, *shared))(numbers, states)
 
         return jax.vmap(points)(states, keys)
 
@@ -190,62 +191,78 @@ def members(round_of_one: Callable[..., Any], numbers: dict[str, Any]) -> Callab
 def loop(
     program: Program, step: Callable[..., Any], state: State, first: Any, key: Any, last: Any, world: World
 ) -> tuple[State, Records]:
-    """Rounds while any member goes on, up to `last` and at most a chunk."""
+    """Rounds while any member goes on, up to `last` and at most a chunk.
 
-    def proceed(carry: tuple[Any, State, Records]) -> Any:
-        r, state, _ = carry
-        return (r < jnp.minimum(last, first + program.chunk)) & jnp.any(~state.reached & ~state.diverged)
+    Rounds that are measured and rounds that are not are two loops inside one: on a GPU nothing then waits for the host
+    between them but the end of each loop.
+    """
+    every, end = program.eval_every, jnp.minimum(last, first + program.chunk)
 
-    def body(carry: tuple[Any, State, Records]) -> tuple[Any, State, Records]:
-        r, state, records = carry
-        state, record = step(state, key, r + 1, last, world)
-        return r + 1, state, jax.tree.map(lambda rows, row: rows.at[r - first].set(row), records, record)
+    def going_on(until: Any) -> Callable[[Any], Any]:
+        return lambda carry: (carry[0] < until) & jnp.any(~carry[1].reached & ~carry[1].diverged)
 
-    shapes = jax.eval_shape(step, state, key, first + 1, last, world)[1]
+    def body(measured: bool) -> Callable[[Any], Any]:
+        def one(carry: Any) -> Any:
+            r, state, records = carry
+            state, record = step(measured, state, key, r + 1, world)
+            return r + 1, state, jax.tree.map(lambda rows, row: rows.at[r - first].set(row), records, record)
+
+        return one
+
+    def to_the_next_measured(carry: Any) -> Any:
+        due = jnp.minimum((carry[0] // every + 1) * every, last)
+        carry = jax.lax.while_loop(going_on(jnp.minimum(due - 1, end)), body(False), carry)
+        return jax.lax.while_loop(going_on(jnp.minimum(due, end)), body(True), carry)
+
+    shapes = jax.eval_shape(functools.partial(step, True), state, key, first + 1, world)[1]
     empty = jax.tree.map(lambda s: jnp.zeros((program.chunk, *s.shape), s.dtype), shapes)
-    _, state, records = jax.lax.while_loop(proceed, body, (jnp.asarray(first), state, empty))
+    start = (jnp.asarray(first), state, empty)
+    _, state, records = jax.lax.while_loop(going_on(end), body(True) if every == 1 else to_the_next_measured, start)
     return state, records
 
 
 def one_round(
     program: Program,
     numbers: dict[str, Any],
+    measured: bool,
     state: State,
     key: Any,
     r: Any,
-    last: Any,
     world: World,
     cohort: Any = None,
 ) -> tuple[State, Records]:
-    """Round r of one run. A run that has reached its target or diverged stays as it is."""
+    """Round r of one run. A run that has reached its target or diverged stays as it is.
+
+    Where it is not measured, its loss, metrics, drift and control error are NaN.
+    """
     algorithm = rebuild(program.recipe, numbers)
     key = jax.random.fold_in(key, r)
     if cohort is None:
         cohort = sample(jax.random.fold_in(key, 0), program.plan)
     trips = algorithm.trips(program.plan.steps_on_wire)
-    due = (r % program.eval_every == 0) | (r == last)
     rows = take(program, state.clients, cohort)
-
-    def work(measured: bool) -> tuple[Any, Any, Any]:
-        return exchange_all(program, trips, state.server, rows, cohort, key, world, measured)
-
-    if program.eval_every == 1:
-        server, new, drift = work(True)
-    else:
-        server, new, drift = jax.lax.cond(due, lambda: work(True), lambda: work(False))
+    server, new, drift = exchange_all(program, trips, state.server, rows, cohort, key, world, measured)
     after = state._replace(server=server)
     if program.average:
         mass = 1 + world.decay * state.average_mass
         after = after._replace(average=state.average + (server[0] - state.average) / mass, average_mass=mass)
-    values = when(due, program, lambda: evaluate(program, after, world))
-    ok = finite(server) & (jnp.isfinite(values.get("loss", 0.0)) | ~due)
-    if program.evaluated:
+    ok, values = finite(server), only_if(measured, lambda: evaluate(program, after, world))
+    if measured:
+        ok &= jnp.isfinite(values.get("loss", 0.0))
+    if measured and program.evaluated:
         metric = jnp.stack([values[name] for name in program.evaluated])[world.target.index]
-        hit = due & (world.target.direction * (metric - world.target.value) >= 0)
+        hit = world.target.direction * (metric - world.target.value) >= 0
         after = after._replace(reached=state.reached | hit)
     state = commit(program, state, after, rows, new, cohort, ok)
-    values |= when(due, program, lambda: control_error(program, algorithm, state, world))
+    values |= only_if(measured, lambda: control_error(program, algorithm, state, world))
     return state, {**values, "cohort": cohort, "drift": drift}
+
+
+def only_if(measured: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is measured, or NaN of the same form."""
+    if measured:
+        return work()
+    return jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(work))
 
 
 def sample(key: Any, plan: Plan) -> Any:
@@ -277,7 +294,7 @@ def take(program: Program, clients: Any, cohort: Any) -> Any:
 
     def from_owners(leaf: Any) -> Any:
         at, mine = owned(program, cohort, len(leaf))
-        rows = jnp.where(mine[:, None], leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)
+        rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)
         return jax.lax.psum_scatter(rows, AXIS, tiled=True)
 
     return jax.tree.map(from_owners, clients)
@@ -364,9 +381,14 @@ def each_client(program: Program, work: Callable[..., Any], ids: Any, at: Any, r
 def total(program: Program, weights: Any, values: Any, real: Any) -> Any:
     """The weighted sum over the cohort, wherever its clients are."""
     if real is not None:
-        values = jnp.where(real.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+        values = where(real, values, 0)
     here = jnp.tensordot(weights, values, 1)
     return here if len(program.place.devices) == 1 else jax.lax.psum(here, AXIS)
+
+
+def where(chosen: Any, rows: Any, other: Any) -> Any:
+    """The rows that are chosen, and the other in place of the rest."""
+    return jnp.where(chosen.reshape(-1, *[1] * (rows.ndim - 1)), rows, other)
 
 
 def work_of_client(
@@ -527,14 +549,6 @@ def by_first_device(program: Program, work: Callable[[], dict[str, Any]]) -> dic
     blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
     values = jax.lax.cond(jax.lax.axis_index(AXIS) == 0, work, lambda: blank)
     return jax.tree.map(lambda v: jax.lax.psum(v, AXIS), values)
-
-
-def when(due: Any, program: Program, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The values at the cadence asked for; between evaluations they are NaN, meaning not measured."""
-    if program.eval_every == 1:
-        return work()
-    blank = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(work))
-    return jax.lax.cond(due, work, lambda: blank)
 
 
 def like(new: Any, old: Any) -> Any:

@@ -227,8 +227,9 @@ def on_devices(
             break
     while done < rounds and not (state.reached or state.diverged):
         state, rows = compiled(program)(numbers, state, key, rounds, world)
-        history.add(rows, int(state.round) - done, down, up)
-        done = int(state.round)
+        rows, after = jax.device_get((rows, state.round))  # all at once: each copy from a GPU has to be waited for
+        history.add(rows, int(after) - done, down, up)
+        done = int(after)
     clients = jax.tree.map(lambda leaf: leaf[: job.plan.n_clients], to_host(state.clients))
     return to_host(state._replace(clients=None)), clients, None
 

@@ -130,8 +130,8 @@ class RowFile:
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         out = np.empty((len(ids), *self.row_shape), self.dtype)
-        for row, i in zip(out, ids, strict=True):
-            self.read_into(row, int(i))
+        for k, i in enumerate(ids):
+            self.read_into(out[k : k + 1], int(i))
         return out
 
     def read_into(self, out: np.ndarray, first: int) -> None:
@@ -144,8 +144,8 @@ class RowFile:
             view, at = view[got:], at + got
 
     def write(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        for row, i in zip(rows, ids, strict=True):
-            view, at = _bytes(row), self._skip + int(i) * self._bytes
+        for k, i in enumerate(ids):
+            view, at = _bytes(rows[k : k + 1]), self._skip + int(i) * self._bytes
             while view:
                 try:
                     done = os.pwritev(self._file, [view], at)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -20,7 +19,7 @@ from covary.algorithm import Algorithm
 from covary.data.federated import FederatedData
 from covary.data.folder import StreamedData
 from covary.devices import AXIS, lay_out
-from covary.rounds import Program, State, World, compiled_round, compiled_sample, compiled_warm_start, loss_at
+from covary.rounds import Program, State, World, compiled_round, compiled_sample, compiled_warm_start, loss_at, where
 
 AHEAD = 64  # rounds whose cohorts are drawn in one go
 
@@ -61,7 +60,8 @@ class Stream:
                 if warm:
                     state, record = compiled_warm_start(self.program)(numbers, given, key, r, cohort, world)
                 else:
-                    state, record = compiled_round(self.program)(numbers, given, key, r, last, cohort, world)
+                    measured = r % self.program.eval_every == 0 or r == last
+                    state, record = compiled_round(self.program, measured)(numbers, given, key, r, cohort, world)
                 if written is not None:
                     written.result()  # raises what writing raised
                 if unwritten is not None:
@@ -95,7 +95,9 @@ class Stream:
     def _read(self, cohort: np.ndarray) -> tuple[Any, World]:
         """The cohort's states, and the world with the cohort's layout and data."""
         place, spare = self.program.place, -len(cohort) % len(self.program.place.devices)
-        rows = jax.tree.map(lambda leaf: np.pad(leaf, ((0, spare), (0, 0))), self.store.read(cohort))
+        rows = jax.tree.map(
+            lambda leaf: np.pad(leaf, [(0, spare)] + [(0, 0)] * (leaf.ndim - 1)), self.store.read(cohort)
+        )
         layout = jax.tree.map(lambda leaf: leaf[cohort], self.world.layout)
         world = self.world._replace(layout=layout)
         if isinstance(self.data, StreamedData):
@@ -119,7 +121,7 @@ class Stream:
 
 @jax.jit
 def _overlay(new: Any, old: Any, at: Any) -> Any:
-    return jnp.where(at[:, None] >= 0, old[at], new)
+    return where(at >= 0, old[at], new)
 
 
 def streamed_loss(program: Program, data: StreamedData, p: np.ndarray, x: Any) -> float:

@@ -128,6 +128,11 @@ def sweep(
         raise CovaryError(
             "race=True needs a target: the race is for the fewest rounds to it. Try target=('loss', 0.1)."
         )
+    if isinstance(problem, Problem) and problem.data.streamed:
+        raise CovaryError(
+            "A sweep runs all members on data in memory, and this data set is streamed from its folder. Sweep over a "
+            "sample of the clients that fits (FederatedData.from_clients), or call simulate for each member."
+        )
     job = prepare(
         algorithms[0],
         problem,

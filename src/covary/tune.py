@@ -128,7 +128,7 @@ def _time(program: Program, width: int, algorithm: Algorithm, x: np.ndarray, exa
         for _ in range(3):
             fresh = jax.tree.map(jnp.array, state)
             start = time.perf_counter()
-            done = compiled_round(trial)(dict(algorithm.numbers), fresh, key, 1, 1, np.arange(S), world)
+            done = compiled_round(trial, False)(dict(algorithm.numbers), fresh, key, 1, np.arange(S), world)
             jax.block_until_ready(done)
             seconds = time.perf_counter() - start  # of the last: the first compiles
     return seconds

@@ -57,6 +57,10 @@ def _version(package: str) -> str | None:
 def ours(workload: Workload, chunks: int, **how: Any) -> dict[str, float]:
     """Seconds a round of SCAFFOLD in `simulate`, evaluation left out, and seconds until the first round was there."""
     marks: dict[int, float] = {}
+
+    def mark(r: int, _: dict[str, float]) -> None:
+        marks[r] = time.perf_counter()
+
     problem = workload.problem()
     start = time.perf_counter()
     cv.simulate(
@@ -67,7 +71,7 @@ def ours(workload: Workload, chunks: int, **how: Any) -> dict[str, float]:
         local_steps=workload.steps,
         batch_size=workload.batch,
         eval_every=10**6,
-        log=lambda r, _: marks.setdefault(r, time.perf_counter()),
+        log=mark,
         **how,
     )
     ends = [marks[(k + 1) * CHUNK] for k in range(chunks + 1)]

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Other simulators on the same round: pfl, Flower and FLGo, each through its own API and its own training loop.
 
 Every peer runs on the CPU, in a fresh process, so that its settings, seeds and logs do not leak into ours. Its data are
@@ -46,7 +47,12 @@ def pfl_round(workload: Workload, rounds: int, processes: int | None = None) -> 
 
 def flower_round(workload: Workload, rounds: int) -> float:
     """Seconds of the fastest round of FedAvg in Flower's simulation engine, with one Ray actor per core."""
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_LOG_LEVEL": "ERROR"}
+    quiet = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_LOG_LEVEL": "ERROR",
+        "FLWR_HOME": ".flwr",
+    }
     quiet |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     return _alone(f"_flower({workload!r}, {rounds})", workload, [quiet])
 

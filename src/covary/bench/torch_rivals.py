@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The same rounds in PyTorch: the matrix products alone, a client after the other, and all clients in one batch."""
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Clients:
         import torch
 
         self.torch, self.workload, self.device = torch, workload, device
+        torch.set_float32_matmul_precision("high")  # on a GPU, TensorFloat-32 as JAX has it
         self.x = torch.from_numpy(workload.x).to(device).float().div_(255)
         if workload.model == "cnn":
             side = int(workload.features**0.5)
@@ -174,11 +176,11 @@ def per_client_loop(workload: Workload, repeats: int, device: str = "cpu", compi
                     p.copy_(s)
             shift = [c - c_i[i] for c, c_i in zip(all_clients.c, all_clients.c_i, strict=True)]
             for rows in all_clients.batches():
-                for p in params:
-                    p.grad = None
+                model.zero_grad()
                 slope(all_clients.x[i, rows], all_clients.y[i, rows]).backward()
                 with torch.no_grad():
-                    torch._foreach_add_(params, torch._foreach_add([p.grad for p in params], shift), alpha=-ETA_L)
+                    for p, q in zip(params, shift, strict=True):
+                        p -= ETA_L * (p.grad + q)
             with torch.no_grad():
                 dy = [p - s for p, s in zip(params, all_clients.server, strict=True)]
                 changes.append(dy)

@@ -72,19 +72,28 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
     files: list[Any] = []
     try:
         for i, client in enumerate(clients):
-            one = FederatedData.from_clients([client]).examples  # refused here as it would be in memory
-            leaves = jax.tree.leaves(one)
+            leaves, form = jax.tree.flatten(jax.tree.map(np.asarray, client, is_leaf=lambda n: isinstance(n, list)))
             if first is None:
-                first = one
+                FederatedData.from_clients([client])  # refused here as it would be in memory
+                first = jax.tree.unflatten(form, [leaf[:0] for leaf in leaves])
                 files = [(folder / f"{k}.npy").open("wb") for k in range(len(leaves))]
                 for file in files:
                     file.write(b"\0" * _HEADER)
-            for leaf, like in zip(leaves, jax.tree.leaves(first), strict=False):
-                same = jax.tree.structure(one) == jax.tree.structure(first)
-                if not same or leaf.shape[1:] != like.shape[1:] or leaf.dtype != like.dtype:
-                    came = f"shape {leaf.shape}, dtype {leaf.dtype}"
-                    allowed = f"of the form of client 0: (rows, {', '.join(map(str, like.shape[1:]))}), {like.dtype}"
-                    raise refused(f"clients[{i}]", allowed, came, "All clients have the same features.")
+            alike = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if leaf.ndim]
+            if form != jax.tree.structure(first) or alike != [(a.shape[1:], a.dtype) for a in jax.tree.leaves(first)]:
+                came = ", ".join(f"shape {leaf.shape}, dtype {leaf.dtype}" for leaf in leaves)
+                allowed = ", ".join(f"(rows, {str(a.shape[1:])[1:-1]}), {a.dtype}" for a in jax.tree.leaves(first))
+                raise refused(
+                    f"clients[{i}]", f"of the form of client 0: {allowed}", came, "Give all the same features."
+                )
+            whole = len({len(leaf) for leaf in leaves}) == 1 and len(leaves[0]) > 0
+            if not whole or any(leaf.dtype.kind == "f" and not np.isfinite(leaf).all() for leaf in leaves):
+                raise refused(
+                    f"clients[{i}]",
+                    "at least one example, arrays of one length and finite values",
+                    ", ".join(f"shape {leaf.shape}" for leaf in leaves) + (", NaN or infinity" if whole else ""),
+                    "Leave the client out, or drop or impute such values.",
+                )
             for file, leaf in zip(files, leaves, strict=True):
                 file.write(np.ascontiguousarray(leaf).data)
             sizes.append(len(leaves[0]))
