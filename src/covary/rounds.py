@@ -78,13 +78,17 @@ Rounds = Callable[..., tuple[State, Records]]
 
 @functools.lru_cache(maxsize=64)
 def compiled(program: Program) -> Rounds:
-    """`(numbers, state, key, last, world) -> state, records`: rounds up to `last`, at most a chunk of them.
+    """`(numbers, state, key, until, last, world) -> state, records`: rounds up to `until`, at most a chunk of them.
 
     It stops early at the target, or at the last good state when the next is not finite. `records` has one row a round.
+    Round `last` is the run's last, which is measured whatever the cadence.
     """
 
-    def chunk(numbers: dict[str, Any], state: State, key: Any, last: Any, world: World) -> tuple[State, Records]:
-        return loop(program, functools.partial(one_round, program, numbers), state, state.round, wrap(key), last, world)
+    def chunk(
+        numbers: dict[str, Any], state: State, key: Any, until: Any, last: Any, world: World
+    ) -> tuple[State, Records]:
+        step = functools.partial(one_round, program, numbers)
+        return loop(program, step, state, state.round, wrap(key), until, last, world)
 
     return spread(program, chunk)
 
@@ -107,17 +111,17 @@ def compiled_round(program: Program, measured: bool) -> Rounds:
 
 @functools.lru_cache(maxsize=64)
 def compiled_sweep(program: Program) -> Rounds:
-    """Many members at once: `(numbers, states, keys, first, last, world) -> states, records`.
+    """Many members at once: `(numbers, states, keys, first, until, last, world) -> states, records`.
 
     Every number has an axis over the points of a grid, every key stands for a seed, and states and records have both
     axes, seeds first. Points share cohorts and batches (common random numbers), so that data is read once for all.
     """
 
     def chunk(
-        numbers: dict[str, Any], states: State, keys: Any, first: Any, last: Any, world: World
+        numbers: dict[str, Any], states: State, keys: Any, first: Any, until: Any, last: Any, world: World
     ) -> tuple[State, Records]:
         step = members(functools.partial(one_round, program), numbers)
-        return loop(program, step, states, first, wrap(keys), last, world)
+        return loop(program, step, states, first, wrap(keys), until, last, world)
 
     return spread(program, chunk, axes_before_clients=2)
 
@@ -189,14 +193,21 @@ def members(round_of_one: Callable[..., Any], numbers: dict[str, Any]) -> Callab
 
 
 def loop(
-    program: Program, step: Callable[..., Any], state: State, first: Any, key: Any, last: Any, world: World
+    program: Program,
+    step: Callable[..., Any],
+    state: State,
+    first: Any,
+    key: Any,
+    until: Any,
+    last: Any,
+    world: World,
 ) -> tuple[State, Records]:
-    """Rounds while any member goes on, up to `last` and at most a chunk.
+    """Rounds while any member goes on, up to `until` and at most a chunk.
 
     Rounds that are measured and rounds that are not are two loops inside one: on a GPU nothing then waits for the host
     between them but the end of each loop.
     """
-    every, end = program.eval_every, jnp.minimum(last, first + program.chunk)
+    every, end = program.eval_every, jnp.minimum(until, first + program.chunk)
 
     def going_on(until: Any) -> Callable[[Any], Any]:
         return lambda carry: (carry[0] < until) & jnp.any(~carry[1].reached & ~carry[1].diverged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from covary.store import DiskStore, HostStore, mean_control
 from covary.stream import Stream, streamed_loss
 from covary.tune import tuned
 
-CHUNK = 25  # rounds between two looks from the host
+CHUNK = 100  # most rounds between two looks from the host
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,25 @@ class History:
         return {name: np.concatenate([part[name] for part in self.parts]) for name in names}
 
 
+class Pace:
+    """How many rounds to ask for in one call: as many as take about half a second, so that progress is seen and an
+    interruption heard, and so that the host's part does not count."""
+
+    def __init__(self, most: int = CHUNK):
+        self.most, self.asked, self.since = most, 0, 0.0
+        self.calls = 0
+
+    def rounds(self) -> int:
+        """For the next call, which begins now."""
+        now = time.perf_counter()
+        if self.calls < 2:  # the first compiles, the second can be timed
+            self.asked = 1
+        else:
+            self.asked = int(np.clip(0.5 * self.asked / (now - self.since), 1, self.most))
+        self.calls, self.since = self.calls + 1, now
+        return self.asked
+
+
 def on_devices(
     job: Job, algorithm: Algorithm, problem: Problem, key: np.ndarray, rounds: int, history: History
 ) -> tuple[State, Any, None]:
@@ -225,8 +245,10 @@ def on_devices(
         done = int(state.round)
         if state.diverged:
             break
+    pace = Pace()
     while done < rounds and not (state.reached or state.diverged):
-        state, rows = compiled(program)(numbers, state, key, rounds, world)
+        until = min(rounds, done + pace.rounds())
+        state, rows = compiled(program)(numbers, state, key, until, rounds, world)
         rows, after = jax.device_get((rows, state.round))  # all at once: each copy from a GPU has to be waited for
         history.add(rows, int(after) - done, down, up)
         done = int(after)

@@ -16,7 +16,11 @@ from covary.devices import memory
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
 from covary.rounds import State, compiled_sweep, compiled_warm_start
-from covary.simulate import Job, direction, initial, prepare
+from covary.simulate import Job, Pace, direction, initial, prepare
+
+LAP = (
+    25  # rounds between two looks at a race: a fixed number, so that its result does not depend on the machine's speed
+)
 
 
 @dataclass(frozen=True)
@@ -204,10 +208,11 @@ def _run(
         states, record = warm(numbers, states, keys, done + 1, cohort, job.world)
         keep({name: np.asarray(value)[None] for name, value in record.items()}, 1, alive)
         done += 1
+    pace = Pace()
     while done < rounds:
         alive = ~(np.asarray(states.reached) | np.asarray(states.diverged))
-        states, records = compiled_sweep(job.program)(numbers, states, keys, done, rounds, job.world)
-        count = min(job.program.chunk, rounds - done)
+        count = min(pace.rounds(), rounds - done, LAP - done % LAP)
+        states, records = compiled_sweep(job.program)(numbers, states, keys, done, done + count, rounds, job.world)
         keep(records, count, alive)
         done += count
         ended = np.asarray(states.reached) | np.asarray(states.diverged)
@@ -215,7 +220,7 @@ def _run(
             log(done, {"running": float((~ended).sum())})
         if ended.all():
             break
-        if to_beat is not None and _decided(states, to_beat):
+        if to_beat is not None and done % LAP == 0 and _decided(states, to_beat):
             break
     curves = {name: np.concatenate([part[name] for part in chunks], axis=2) for name in chunks[0]}
     finished = np.where(states.reached, states.round, np.inf).mean(axis=0).min()

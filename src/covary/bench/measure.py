@@ -23,7 +23,6 @@ import covary as cv
 from covary.bench import peers, torch_rivals
 from covary.bench.workloads import CNN, W1, W2, Workload
 from covary.devices import cores
-from covary.simulate import CHUNK
 
 Say = Callable[[str], None]
 SWEEP = {"eta_l": list(np.logspace(-2, -0.5, 8))}
@@ -54,47 +53,53 @@ def _version(package: str) -> str | None:
         return None
 
 
-def ours(workload: Workload, chunks: int, **how: Any) -> dict[str, float]:
+def ours(workload: Workload, seconds: float, **how: Any) -> dict[str, float]:
     """Seconds a round of SCAFFOLD in `simulate`, evaluation left out, and seconds until the first round was there."""
-    marks: dict[int, float] = {}
-
-    def mark(r: int, _: dict[str, float]) -> None:
-        marks[r] = time.perf_counter()
-
     problem = workload.problem()
-    start = time.perf_counter()
-    cv.simulate(
-        cv.scaffold(eta_l=torch_rivals.ETA_L),
-        problem,
-        rounds=(chunks + 1) * CHUNK + 1,
-        clients_per_round=workload.cohort,
-        local_steps=workload.steps,
-        batch_size=workload.batch,
-        eval_every=10**6,
-        log=mark,
-        **how,
-    )
-    ends = [marks[(k + 1) * CHUNK] for k in range(chunks + 1)]
-    seconds = min(np.diff(ends)) / CHUNK
-    return {"seconds": seconds, "first_chunk": ends[0] - start}
+    clock = Clock()
+    cv.simulate(cv.scaffold(eta_l=torch_rivals.ETA_L), problem, log=clock.tick, **_training(workload, seconds), **how)
+    return {"seconds": clock.fastest(), "first_round": clock.calls[1][0] - clock.calls[0][0]}
 
 
-def our_sweep(workload: Workload, chunks: int) -> float:
+def our_sweep(workload: Workload, seconds: float) -> float:
     """Seconds a round of all 24 members, 8 step-sizes with 3 seeds each."""
-    marks: list[float] = []
-    cv.sweep(
-        cv.scaffold,
-        workload.problem(),
-        SWEEP,
-        seeds=[0, 1, 2],
-        rounds=(chunks + 1) * CHUNK + 1,
-        clients_per_round=workload.cohort,
-        local_steps=workload.steps,
-        batch_size=workload.batch,
-        eval_every=10**6,
-        log=lambda *_: marks.append(time.perf_counter()),
-    )
-    return float(min(np.diff(marks[: chunks + 1])) / CHUNK)
+    clock = Clock()
+    training = _training(workload, seconds)
+    cv.sweep(cv.scaffold, workload.problem(), SWEEP, seeds=[0, 1, 2], log=clock.tick, **training)
+    return clock.fastest()
+
+
+def _training(workload: Workload, seconds: float) -> dict[str, Any]:
+    """The paper's round, so many times that it takes about so many seconds, without evaluation but the last."""
+    flops = 4 * workload.cohort * workload.steps * workload.batch * workload.features * workload.classes
+    speed = {"cpu": 1e11, "gpu": 1.5e13}[jax.devices()[0].platform if jax.devices()[0].platform == "gpu" else "cpu"]
+    slower = {"logistic": 1, "mlp": 3.5, "cnn": 300}[workload.model]
+    return {
+        "rounds": 10 + int(seconds * speed / flops / slower),
+        "clients_per_round": workload.cohort,
+        "local_steps": workload.steps,
+        "batch_size": workload.batch,
+        "eval_every": 10**6,
+    }
+
+
+class Clock:
+    """When each call of the compiled program ended, and the rounds done by then."""
+
+    def __init__(self) -> None:
+        self.calls = [(time.perf_counter(), 0)]
+
+    def tick(self, r: int, _: dict[str, float]) -> None:
+        now = time.perf_counter()
+        if now - self.calls[-1][0] < 1e-4 and len(self.calls) > 1:  # one more round of the same call
+            self.calls[-1] = (self.calls[-1][0], r)
+        else:
+            self.calls.append((now, r))
+
+    def fastest(self) -> float:
+        """Seconds a round of the fastest call, without the first two, which compile, and the last, which evaluates."""
+        times, rounds = np.array(self.calls[2:-1] if len(self.calls) > 4 else self.calls).T
+        return float(np.min(np.diff(times) / np.diff(rounds)))
 
 
 def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
@@ -105,10 +110,10 @@ def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
     for workload in (W1, W2):
         if quick:
             workload = replace(workload, n_clients=6, cohort=2, steps=2, size=390)
-        repeats, chunks = (1, 1) if quick else (5, 4 if gpu else 2)
-        entries: dict[str, Callable[[], float]] = {"covary": lambda w=workload, c=chunks: ours(w, c)["seconds"]}
+        repeats, span = (1, 0.1) if quick else (5, 5.0)
+        entries: dict[str, Callable[[], float]] = {"covary": lambda w=workload, s=span: ours(w, s)["seconds"]}
         if gpu:
-            entries["covary, bfloat16"] = lambda w=workload, c=chunks: ours(w, c, precision="bfloat16")["seconds"]
+            entries["covary, bfloat16"] = lambda w=workload, s=span: ours(w, s, precision="bfloat16")["seconds"]
         if importlib.util.find_spec("torch") is not None:
             if not gpu:
                 entries["matrix products alone"] = lambda w=workload, n=repeats: torch_rivals.floor(w, n)
@@ -136,10 +141,11 @@ def _attempt(work: Callable[[], float]) -> dict[str, Any]:
 def sweep(quick: bool, say: Say) -> list[dict[str, Any]]:
     """A tuned comparison's worth: 24 runs at once against one."""
     workload = replace(W1, n_clients=6, cohort=2, steps=2, size=390) if quick else W1
-    gpu = jax.devices()[0].platform == "gpu"
     say("one run, then a sweep of 24")
-    one = ours(workload, 1 if quick else 4 if gpu else 2)["seconds"]
-    return [{"what": "sweep", "members": 24, "one": one, "seconds": our_sweep(workload, 4 if gpu else 1)}]
+    span = 0.1 if quick else 5.0
+    return [
+        {"what": "sweep", "members": 24, "one": ours(workload, span)["seconds"], "seconds": our_sweep(workload, span)}
+    ]
 
 
 def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
@@ -151,7 +157,7 @@ def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
     records = []
     for who, how in {"covary": {}, "covary, one by one": {"width": 1}, "covary, all at once": {"width": 20}}.items():
         say(f"CNN: {who}")
-        work = _attempt(lambda how=how: ours(workload, 1, **how)["seconds"])
+        work = _attempt(lambda how=how: ours(workload, 0.1 if quick else 5.0, **how)["seconds"])
         records.append({"what": "round", "workload": "CNN", "who": who, **work})
     if importlib.util.find_spec("torch") is not None:
         device = "cuda" if gpu else "cpu"
@@ -163,7 +169,7 @@ def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
 
 
 def first(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """Seconds from a cold start: `covary compare` to its first finished rounds, and W1's first chunk; with an empty
+    """Seconds from a cold start: `covary compare` to its first finished rounds, and W1's first round; with an empty
     cache of programs, and again with what that left."""
     records = []
     with tempfile.TemporaryDirectory() as home:
@@ -172,21 +178,21 @@ def first(quick: bool, say: Say) -> list[dict[str, Any]]:
             environment = {**os.environ, "XDG_CACHE_HOME": home}
             compare = _seconds_to("round ", [sys.executable, "-m", "covary", "compare", "--out", home], environment)
             records.append(
-                {"what": "first", "cache": cache, "compare": compare, "w1": _first_chunk(quick, environment)}
+                {"what": "first", "cache": cache, "compare": compare, "w1": _first_round(quick, environment)}
             )
     return records
 
 
-def _first_chunk(quick: bool, environment: dict[str, str]) -> dict[str, float]:
-    """The time of W1's compilation alone, in a process of its own: its first chunk less another one."""
+def _first_round(quick: bool, environment: dict[str, str]) -> dict[str, float]:
+    """Of W1 in a process of its own: the time of the first round, and that less another round's."""
     sizes = "n_clients=6, cohort=2, steps=2, size=390" if quick else ""
     code = (
         "import dataclasses; from covary.bench.measure import ours; from covary.bench.workloads import W1;"
-        f"m = ours(dataclasses.replace(W1, {sizes}), 1); print(m['first_chunk'], m['first_chunk'] - 25 * m['seconds'])"
+        f"m = ours(dataclasses.replace(W1, {sizes}), 1.0); print(m['first_round'], m['first_round'] - m['seconds'])"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    first_chunk, compilation = map(float, done.stdout.split())
-    return {"first_chunk": first_chunk, "compilation_and_setup": compilation}
+    first_round, compilation = map(float, done.stdout.split())
+    return {"first_round": first_round, "compilation_and_setup": compilation}
 
 
 def _seconds_to(text: str, command: list[str], environment: dict[str, str]) -> float:
@@ -270,4 +276,4 @@ def _plain(sizes: dict[str, int], quick: bool) -> float:
     S, K, classes = sizes["S"], sizes["K"], sizes["d"]
     small = 4 if quick else 1
     workload = Workload("plain", "logistic", 80, S // small, K // small, 50, 100, 784, 0, max(2, classes // small))
-    return ours(workload, 1)["seconds"]
+    return ours(workload, 0.1 if quick else 2.0)["seconds"]
