@@ -1,12 +1,14 @@
-"""Client states outside the devices: in host memory, or in a sparse file that holds only clients ever sampled."""
+"""Client states outside the devices: in host memory, or in a file that holds only clients ever sampled."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,11 @@ class HostStore:
 
 
 class DiskStore:
-    """The states of all clients in a folder, one sparse file a field: client i's row is at i times its length.
+    """The states of all clients in a folder, one file a field, with rows in the order in which clients were first seen.
 
     Rows are read and written by position, not through a memory map: memory then holds the cohort alone, and a full
-    disk is an error that can be told, not a crash. Clients never written have the initial row and take no space.
+    disk is an error that can be told, not a crash. Clients never written have the initial row and take no space, and
+    a cohort of new clients is one write at the end of the file.
 
     >>> from covary.algorithms.scaffold import Client
     >>> store = DiskStore(Client(np.zeros(3)), n_clients=10**6)
@@ -63,13 +66,19 @@ class DiskStore:
             folder = Path(tempfile.mkdtemp(prefix="covary-clients-"))
             self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.folder, self.row = folder, row
-        self.seen = np.zeros(n_clients, bool)
+        self.places = np.full(n_clients, -1)  # the number of each client's row in the files
+        self.used = 0
         names = getattr(row, "_fields", [str(k) for k in range(len(jax.tree.leaves(row)))])
         leaves, self._form = jax.tree.flatten(row)
         self.files = [
-            RowFile(folder / f"{name}.rows", n_clients, leaf.shape, leaf.dtype, "x")
+            RowFile(folder / f"{name}.rows", leaf.shape, leaf.dtype, "x")
             for name, leaf in zip(names, leaves, strict=True)
         ]
+
+    @property
+    def seen(self) -> np.ndarray:
+        """Which clients have been written."""
+        return self.places >= 0
 
     @property
     def clients(self) -> Any:
@@ -81,9 +90,13 @@ class DiskStore:
         return jax.tree.map(lambda rows: rows[ids], self.clients, is_leaf=lambda node: isinstance(node, Rows))
 
     def write(self, ids: np.ndarray, rows: Any) -> None:
-        for file, new in zip(self.files, jax.tree.leaves(rows), strict=True):
-            file.write(ids, np.ascontiguousarray(new, file.dtype))
-        self.seen[ids] = True
+        places = self.places[ids]
+        new = places < 0
+        places[new] = self.used + np.arange(new.sum())
+        for file, values in zip(self.files, jax.tree.leaves(rows), strict=True):
+            file.write(places, np.ascontiguousarray(values, file.dtype))
+        self.places[ids] = places
+        self.used += int(new.sum())
 
 
 class Rows:
@@ -91,31 +104,30 @@ class Rows:
 
     def __init__(self, store: DiskStore, file: RowFile, initial: np.ndarray):
         self._store, self._file, self._initial = store, file, initial
-        self.shape, self.dtype = (file.n_rows, *file.row_shape), file.dtype
+        self.shape, self.dtype = (len(store.places), *file.row_shape), file.dtype
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
         first, rest = index if isinstance(index, tuple) else (index, ())
-        ids = np.arange(len(self))[first]
-        flat = np.atleast_1d(ids)
+        places = self._store.places[first]
+        flat = np.atleast_1d(places)
         rows = np.empty((len(flat), *self.shape[1:]), self.dtype)
-        seen = self._store.seen[flat]
-        rows[~seen] = self._initial
-        rows[seen] = self._file.read(flat[seen])
-        rows = rows[0] if np.ndim(ids) == 0 else rows
-        return rows[rest] if np.ndim(ids) == 0 or rest == () else rows[:, rest]
+        rows[flat < 0] = self._initial
+        rows[flat >= 0] = self._file.read(flat[flat >= 0])
+        rows = rows[0] if np.ndim(places) == 0 else rows
+        return rows[rest] if np.ndim(places) == 0 or rest == () else rows[:, rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
 
 
 class RowFile:
-    """A file of equal rows, read and written by their number."""
+    """A file of equal rows, read and written by their number; neighbours in one go."""
 
-    def __init__(self, path: Path, n_rows: int, row_shape: tuple[int, ...], dtype: Any, mode: str, skip: int = 0):
-        self.n_rows, self.row_shape, self.dtype, self._skip = n_rows, row_shape, np.dtype(dtype), skip
+    def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: Any, mode: str, skip: int = 0):
+        self.row_shape, self.dtype, self._skip = row_shape, np.dtype(dtype), skip
         self._bytes = int(np.prod(row_shape, dtype=np.int64)) * self.dtype.itemsize
         flags = {"r": os.O_RDONLY, "x": os.O_RDWR | os.O_CREAT | os.O_EXCL}[mode]
         try:
@@ -124,14 +136,12 @@ class RowFile:
             fix = "Give a new folder: states of another run are not overwritten."
             raise refused("store", "a folder without client states", str(path), fix) from None
         self._close = weakref.finalize(self, os.close, self._file)
-        if mode == "x":
-            os.ftruncate(self._file, n_rows * self._bytes)
         self._path = path
 
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        out = np.empty((len(ids), *self.row_shape), self.dtype)
-        for k, i in enumerate(ids):
-            self.read_into(out[k : k + 1], int(i))
+    def read(self, places: np.ndarray) -> np.ndarray:
+        out = np.empty((len(places), *self.row_shape), self.dtype)
+        for first, last in _runs(places):
+            self.read_into(out[first:last], int(places[first]))
         return out
 
     def read_into(self, out: np.ndarray, first: int) -> None:
@@ -143,9 +153,9 @@ class RowFile:
                 raise CovaryError(f"{self._path} ends before row {first}: it was cut short. Make it again.")
             view, at = view[got:], at + got
 
-    def write(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        for k, i in enumerate(ids):
-            view, at = _bytes(rows[k : k + 1]), self._skip + int(i) * self._bytes
+    def write(self, places: np.ndarray, rows: np.ndarray) -> None:
+        for first, last in _runs(places):
+            view, at = _bytes(rows[first:last]), self._skip + int(places[first]) * self._bytes
             while view:
                 try:
                     done = os.pwritev(self._file, [view], at)
@@ -157,6 +167,12 @@ class RowFile:
                         "Free some space, or give another folder: store='/path/with/room'."
                     ) from error
                 view, at = view[done:], at + done
+
+
+def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where neighbours follow each other: (first, one past the last) for each such run."""
+    ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+    return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

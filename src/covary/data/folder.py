@@ -138,9 +138,7 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
         stream = sum(leaf.nbytes for leaf in leaves) > memory() / 4
     if not stream:
         return FederatedData(examples, sizes)
-    files = [
-        RowFile(Path(leaf.filename), len(leaf), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset) for leaf in leaves
-    ]
+    files = [RowFile(Path(leaf.filename), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset) for leaf in leaves]
     return StreamedData(examples, sizes, files)
 
 
