@@ -58,3 +58,22 @@ def test_the_one_file_example_runs(tmp_path):
     script = ROOT / "examples" / "scaffold_one_file.py"
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert "SCAFFOLD at x" in result.stdout
+
+
+def test_bench_works(tmp_path):
+    done = covary("bench", "rounds", "sweep", "growth", "--quick", "--no-peers", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "One round of W1" in done.stdout
+    assert "Sweep of 24" in done.stdout
+    assert "resident" in done.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert records[0]["jax"]
+    assert all(r["seconds"] > 0 for r in records[1:] if r["what"] in ("round", "sweep", "clients", "linear"))
+    assert (folder / "speed.png").stat().st_size > 10_000
+
+
+def test_bench_refuses_what_it_does_not_have(tmp_path):
+    done = covary("bench", "speed", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "PARTS must be some of rounds, sweep, cnn, first, growth" in done.stderr

@@ -1,4 +1,4 @@
-"""Every Python block of the README runs."""
+"""Every Python block of the README and of the pages runs."""
 
 import re
 
@@ -8,10 +8,11 @@ from helpers import ROOT
 
 import covary as cv
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/scale.md")]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm", "stream"])
 def test_block_runs(block, capsys):
     names = {}
     exec(block, names)
@@ -19,5 +20,5 @@ def test_block_runs(block, capsys):
     if "fedavgm" in names:
         run = cv.simulate(names["fedavgm"](0.05, beta=0.5), cv.quadratics([[[1.0]]], [[-2.0]]), 200, local_steps=3)
         np.testing.assert_allclose(run.x, [2.0], atol=1e-6)
-    elif "run" in names:
+    elif "run" in names and "loss" in names["run"].history:
         assert names["run"].history["loss"][-1] < names["run"].history["loss"][0]

@@ -222,8 +222,8 @@ def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
         for n in sizes:
             say(f"{n:,} clients on disk")
             records.append({"what": "clients", "N": n, **_many_clients(n, Path(folder), 5 if quick else 60)})
-    base = {"S": 20, "K": 20, "d": 200}
-    ladders = {"S": [10, 20, 40, 80], "K": [10, 20, 40, 80], "d": [100, 200, 400, 800]}
+    base = {"S": 20, "K": 20, "d": 785 * 200}
+    ladders = {"S": [10, 20, 40, 80], "K": [10, 20, 40, 80], "d": [785 * classes for classes in (100, 200, 400, 800)]}
     for name, values in ladders.items():
         for value in values[:2] if quick else values:
             say(f"{name} = {value}")
@@ -276,8 +276,8 @@ def _resident() -> int:
 
 
 def _plain(sizes: dict[str, int], quick: bool) -> float:
-    """Seconds a round with so many clients a round, steps and parameters (in units of 784), the rest being equal."""
-    S, K, classes = sizes["S"], sizes["K"], sizes["d"]
+    """Seconds a round with so many clients a round, steps and parameters, the rest being equal."""
+    S, K, classes = sizes["S"], sizes["K"], sizes["d"] // 785
     small = 4 if quick else 1
     workload = Workload("plain", "logistic", 80, S // small, K // small, 50, 100, 784, 0, max(2, classes // small))
     return ours(workload, 0.1 if quick else 2.0)["seconds"]

@@ -61,18 +61,24 @@ def _clients(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _linear(ax: Any, rows: list[dict[str, Any]]) -> None:
-    for name, marker in (("S", "o"), ("K", "s"), ("d", "^")):
+    for name, style in (("S", ("o", OURS)), ("K", ("s", "#D55E00")), ("d", ("^", "#009E73"))):
         points = [(r["value"], r["seconds"]) for r in rows if r["in"] == name]
         if points:
             x, y = np.array(points).T
-            label = f"{name} from {x[0]:g}: slope {slope(x, y):.2f}"
-            ax.loglog(x / x[0], y / y[0], marker=marker, label=label, linewidth=1.2)
-    ends = np.array(ax.get_xlim())
-    ax.loglog(ends, ends, color=OTHERS, linewidth=0.8, label="proportional: slope 1")
+            label = f"{name} from {x[0]:,.0f} to {x[-1]:,.0f}: slope {slope(x, y):.2f}"
+            ax.loglog(x / x[0], y / y[0], marker=style[0], color=style[1], label=label, linewidth=1.2)
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    ticks = [1, 2, 4, 8]
+    ax.loglog(ticks, ticks, color=OTHERS, linewidth=0.8, label="proportional: slope 1")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     ax.set_xlabel("times the smallest")
     ax.set_ylabel("times its round")
     ax.legend(frameon=False, fontsize=8)
-    ax.set_title("How a round grows", fontsize=10)
+    ax.set_title("How a round grows with S, K and d", fontsize=10)
 
 
 def slope(x: Any, y: Any) -> float:
