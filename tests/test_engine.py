@@ -1,11 +1,14 @@
 """Where a round runs changes nothing but the time: widths, devices, hosts, stores, streamed data."""
 
+import collections
+import dataclasses
 import gc
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -15,7 +18,7 @@ from helpers import ROOT, random_quadratics, small_logistic
 
 import covary as cv
 from conftest import MODES
-from covary import devices, tune
+from covary import devices, store, tune
 from covary.plan import Plan
 from covary.rounds import compiled, compiled_sample
 
@@ -151,8 +154,7 @@ def test_the_disk_holds_only_clients_ever_sampled(tmp_path):
         eval_every=10,
         store=tmp_path / "s",
     )
-    (file,) = (tmp_path / "s").iterdir()
-    assert file.name == "c_i.rows"
+    file = tmp_path / "s" / "c_i.rows"
     seen = np.unique(run.history["cohort"])
     assert file.stat().st_size == len(seen) * d * 8
     c_i = run.clients.c_i
@@ -165,8 +167,11 @@ def test_the_disk_holds_only_clients_ever_sampled(tmp_path):
     np.testing.assert_array_equal(c_i[seen[0], 2], c_i[seen][0, 2])
     np.testing.assert_array_equal(c_i[seen[0] - N], c_i[seen[0]])
     np.testing.assert_array_equal(c_i[np.isin(np.arange(N), seen)], c_i[seen])
-    with pytest.raises(IndexError):
-        c_i[N]
+    np.testing.assert_array_equal(c_i[seen[:2], [0, 1]], c_i[seen[:2]][[0, 1], [0, 1]])
+    np.testing.assert_array_equal(c_i[:9, np.array([0, 4])], c_i[:9][:, [0, 4]])
+    for wrong in (N, None, np.zeros((2, 2), int)):
+        with pytest.raises(IndexError):
+            c_i[wrong]
     # Too many clients to look at in every round: the error is measured at the end.
     assert np.isnan(run.history["control_error"][:-1]).all()
     assert run.history["control_error"][-1] < 1e-12
@@ -199,6 +204,7 @@ def test_states_of_another_run_are_not_overwritten(tmp_path):
     cv.simulate(cv.scaffold(0.1), problem, 2, **TRAINING, store=tmp_path)
     with pytest.raises(cv.CovaryError, match="Give a new folder"):
         cv.simulate(cv.scaffold(0.1), problem, 2, **TRAINING, store=tmp_path)
+    assert (np.load(tmp_path / "places.npy") >= 0).any()
 
 
 def test_a_full_disk_is_told(tmp_path):
@@ -250,6 +256,105 @@ def test_the_loss_of_streamed_data_is_a_pass_over_it(folder, monkeypatch):
         np.testing.assert_allclose(a.clients.c_i, b.clients.c_i, rtol=1e-11, atol=1e-14)
 
 
+def test_streamed_data_that_diverges_returns_the_state_before(tmp_path):
+    clients = [(np.full((4, 2), 1.0 + i), np.zeros(4)) for i in range(4)]
+    cv.FederatedData.write(tmp_path / "d", clients)
+    model = SquaredError(2)
+    model.init = lambda key: jax.numpy.ones(2)
+    for eta_l, rounds in ((1e100, 1), (1e300, 0)):
+        endings = []
+        for data in (cv.FederatedData.open(tmp_path / "d", stream=True), cv.FederatedData.from_clients(clients)):
+            with pytest.warns(cv.DivergenceWarning):
+                run = cv.simulate(cv.scaffold(eta_l), cv.supervised(model, data), 9, clients_per_round=2, local_steps=1)
+            assert run.rounds == run.diverged - 1 == rounds
+            endings.append(run)
+        np.testing.assert_allclose(endings[0].clients.c_i, endings[1].clients.c_i)
+        np.testing.assert_allclose(endings[0].x, endings[1].x)
+
+
+def test_the_warm_start_of_streamed_data_is_finished_before_a_target_counts(folder):
+    path, memory = folder
+    model = cv.models.logistic_regression(3, 3)
+    how = {"target": ("loss", 1e6), "warm_start": True, "average": "uniform", **TRAINING}
+    runs = [
+        cv.simulate(cv.scaffold(0.1), cv.supervised(model, data), 9, **how)
+        for data in (cv.FederatedData.open(path, stream=True), memory)
+    ]
+    assert runs[0].reached == runs[1].reached == 3
+    np.testing.assert_allclose(runs[0].history["average_loss"], runs[1].history["average_loss"], rtol=1e-11)
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_no_failed_write_is_lost(monkeypatch, failing):
+    calls = []
+
+    def write(self, ids, rows, real=store.DiskStore.write):
+        calls.append(ids)
+        if len(calls) == failing + 1:
+            raise cv.CovaryError("The disk is full")
+        real(self, ids, rows)
+
+    monkeypatch.setattr(store.DiskStore, "write", write)
+    with pytest.raises(cv.CovaryError, match="The disk is full"):
+        cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), 6, **TRAINING, store="disk")
+
+
+def test_an_interruption_leaves_no_thread_and_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def interrupt(r, values):
+        if r == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), 9, **TRAINING, store="disk", log=interrupt)
+    assert not [thread for thread in threading.enumerate() if "covary" in thread.name]
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_mixes_examples_is_not_cut_into_parts():
+    class Normalised(SquaredError):
+        def loss(self, params, batch):
+            x, y = batch
+            z = x @ (params + 1)
+            return jax.numpy.mean(((z - z.mean()) / (z.std() + 0.1) - y) ** 2)
+
+    rng = np.random.default_rng(0)
+    data = cv.FederatedData((rng.normal(size=(32, 4)), rng.normal(size=32)), [8] * 4)
+    losses = [
+        cv.simulate(cv.fedavg(0.01), cv.supervised(Normalised(4), data), 3, devices=count).history["loss"]
+        for count in (1, 2)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g * g**2 + abs(g) - 1 / (2 + g * g) + +g,
+        lambda g: (g @ g) * g,
+        lambda g: jax.numpy.sign(g) * g.sum(),
+    ],
+)
+def test_an_algorithm_may_use_every_operator_and_even_more(change):
+    """Models are kept as blocks or as one vector; an algorithm does not notice."""
+    plain = cv.fedavg(0.1).exchanges[0]
+
+    def step(local, down, client, grad):
+        return local._replace(y=local.y - 0.01 * change(grad(local.y)))
+
+    algorithm = cv.Algorithm("custom", *[getattr(cv.fedavg(0.1), f) for f in ("init_server", "init_client")], (plain,))
+    algorithm = dataclasses.replace(algorithm, exchanges=(dataclasses.replace(plain, step=step),))
+    blocks = cv.simulate(algorithm, small_logistic(SIZES), 3, **TRAINING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("covary.blocks.MOST", 0)
+        compiled.cache_clear()
+        whole = cv.simulate(algorithm, small_logistic(SIZES), 3, **TRAINING)
+        compiled.cache_clear()
+    np.testing.assert_allclose(blocks.x, whole.x, rtol=1e-12)
+
+
 def test_a_folder_that_fits_is_loaded(folder):
     path, memory = folder
     data = cv.FederatedData.open(path)
@@ -273,6 +378,12 @@ def test_bad_folders_are_refused(tmp_path, folder):
         cv.FederatedData.write(tmp_path / "mixed", [np.ones((2, 3)), np.ones((2, 4))])
     with pytest.raises(cv.CovaryError, match="NaN"):
         cv.FederatedData.write(tmp_path / "nan", [np.full((2, 3), np.nan)])
+    pair = collections.namedtuple("pair", "x y")
+    for odd in (pair(np.ones((2, 3)), np.ones(2)), {0: np.ones((2, 3))}, (np.ones((2, 3)), None)):
+        with pytest.raises(cv.CovaryError, match="examples must be arrays nested"):
+            cv.FederatedData.write(tmp_path / "odd", [odd])
+    with pytest.raises(cv.CovaryError, match="clients must be"):
+        cv.FederatedData.write(tmp_path / "five", 5)
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
     with pytest.raises(cv.CovaryError, match="no data set of covary's"):
         cv.FederatedData.open(tmp_path)
@@ -284,7 +395,7 @@ def test_bad_folders_are_refused(tmp_path, folder):
 def test_bad_engines_are_refused():
     problem = small_logistic(SIZES)
     wrong = {
-        "store": ("cloud\0", "folder you can write to"),
+        "store": ("./cloud\0", "folder you can write to"),
         "devices": (9, "at most 8"),
         "width": (0, "width must be"),
         "precision": ("bfloat16", "None on a CPU"),
@@ -292,6 +403,9 @@ def test_bad_engines_are_refused():
     for name, (value, told) in wrong.items():
         with pytest.raises(cv.CovaryError, match=told):
             cv.simulate(cv.scaffold(0.1), problem, 1, **{name: value})
+    for typo in ("dsk", ""):
+        with pytest.raises(cv.CovaryError, match="store must be"):
+            cv.simulate(cv.scaffold(0.1), problem, 1, store=typo)
     with pytest.raises(cv.CovaryError, match="precision must be"):
         cv.simulate(cv.scaffold(0.1), problem, 1, precision="float8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -54,8 +55,23 @@ class Blocks:
     def __truediv__(self, other: Any) -> Blocks:
         return self._each(operator.truediv, other)
 
+    def __rtruediv__(self, other: Any) -> Blocks:
+        return Blocks(other / a for a in self.arrays)
+
+    def __pow__(self, other: Any) -> Blocks:
+        return self._each(operator.pow, other)
+
+    def __matmul__(self, other: Blocks) -> Any:
+        return sum(jnp.vdot(a, b) for a, b in zip(self.arrays, other.arrays, strict=True))
+
     def __neg__(self) -> Blocks:
         return Blocks(-a for a in self.arrays)
+
+    def __pos__(self) -> Blocks:
+        return self
+
+    def __abs__(self) -> Blocks:
+        return Blocks(abs(a) for a in self.arrays)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -68,6 +84,12 @@ class Form:
         leaves, self.tree = jax.tree.flatten(params)
         self.unravel, self.shape = unravel, x.shape
         self.whole = len(leaves) > MOST or any(leaf.dtype != x.dtype for leaf in leaves)
+
+    def as_one(self) -> Form:
+        """The same, without blocks."""
+        form = copy.copy(self)
+        form.whole = True
+        return form
 
     def split(self, tree: Any) -> Any:
         """Every vector of R^d in a message or state as blocks."""

@@ -66,10 +66,21 @@ class Problem:
         once, twice, each = losses(jax.tree.map(lambda a: jnp.asarray(a[:3]), self.data.examples))
         return float(once), float(twice), np.asarray(each)
 
+    @property
+    def _near(self) -> float:
+        once, _, each = self._loss_of_few
+        return 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
+
+    @property
+    def mixes_examples(self) -> bool:
+        """Whether the loss of a batch is something else than the mean of its examples' losses, as with BatchNorm."""
+        once, _, each = self._loss_of_few
+        return not abs(once - each.mean()) <= self._near
+
     def refuse_other_losses(self, one_by_one: bool) -> None:
         """Refuse a loss that is no mean over the batch; where batches differ in size, also one that mixes examples."""
-        once, twice, each = self._loss_of_few
-        near = 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
+        once, twice, _ = self._loss_of_few
+        near = self._near
         if not np.isfinite([once, twice]).all():
             raise CovaryError(
                 f"loss(params, batch) is {once} at the starting point. Check the data's scale, init and the loss for "
@@ -81,11 +92,11 @@ class Problem:
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum: K steps on batches and full gradients "
                 "have one scale only then."
             )
-        if one_by_one and abs(once - each.mean()) > near:
+        if one_by_one and self.mixes_examples:
             raise CovaryError(
                 "loss(params, batch) must be the mean of its examples' own losses here, because clients have batches "
-                "of different sizes; on the first examples it is not. Let no example's loss depend on the others (as "
-                "BatchNorm does), or give every client the same number of examples."
+                "of different sizes, or data is streamed; on the first examples it is not. Let no example's loss "
+                "depend on the others (as BatchNorm does), or give every client the same number of examples in memory."
             )
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:

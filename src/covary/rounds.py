@@ -39,6 +39,7 @@ class Program:
     precision: str | None = None  # of the products, where it is not the model's own
     resident: bool = True  # all clients' states are on the devices; else a call brings its cohort's
     streamed: bool = False  # a call brings its cohort's data too
+    divisible: bool = True  # the loss over all data is the mean of the losses of its parts
 
 
 class Target(NamedTuple):
@@ -416,7 +417,6 @@ def work_of_client(
 ) -> tuple[Any, Any, Any]:
     """Client i's part of a trip, with its gradients bound to its data."""
     plan = program.plan
-    form = Form(program.unravel, down.x)
     offset, size, batch, per_epoch, steps, _ = jax.tree.map(lambda leaf: leaf[at], world.layout)
 
     def fetch(positions: Any) -> Any:
@@ -426,17 +426,15 @@ def work_of_client(
 
     everything = jnp.arange(plan.max_size)
     own = fetch(jnp.minimum(everything, size - 1))
-    full_grad = gradient(program, form, own, everything < size if plan.ragged_sizes else None)
+    client_key = jax.random.fold_in(trip_key, i)
+    order = jax.vmap(lambda e: shuffle(jax.random.fold_in(client_key, e), plan, size))(jnp.arange(plan.epochs))
 
-    if plan.batching == "full":
-
-        def grad_of_step(k: Any) -> Callable[[Any], Any]:
-            return full_grad
-    else:
-        client_key = jax.random.fold_in(trip_key, i)
-        order = jax.vmap(lambda e: shuffle(jax.random.fold_in(client_key, e), plan, size))(jnp.arange(plan.epochs))
+    def work(form: Form) -> tuple[Any, Any, Any]:
+        full_grad = gradient(program, form, own, everything < size if plan.ragged_sizes else None)
 
         def grad_of_step(k: Any) -> Callable[[Any], Any]:
+            if plan.batching == "full":
+                return full_grad
             epoch, j = k // per_epoch, k % per_epoch
             if plan.batching == "rows":
                 low, high = j * batch, jnp.minimum((j + 1) * batch, size)
@@ -447,11 +445,17 @@ def work_of_client(
             rows = fetch(order[epoch, jnp.minimum(places, size - 1)])
             return gradient(program, form, rows, inside if plan.ragged_batches else None)
 
-    K = plan.max_steps if plan.steps is not None else steps
-    up, new, drift = client_work(
-        trip, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps, measured
-    )
-    return form.join(up), like(form.join(new), client), drift
+        K = plan.max_steps if plan.steps is not None else steps
+        up, new, drift = client_work(
+            trip, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps, measured
+        )
+        return form.join(up), like(form.join(new), client), drift
+
+    form = Form(program.unravel, down.x)
+    try:
+        return work(form)
+    except (TypeError, AttributeError):  # an algorithm that asks for more than arithmetic gets vectors
+        return work(form.as_one())
 
 
 def shuffle(key: Any, plan: Plan, size: Any) -> Any:
@@ -544,7 +548,7 @@ def training_loss(program: Program, params: Any, world: World) -> Any:
         return value * (count / n) if weights is None else value
 
     weights = world.example_weights
-    if devices == parts == 1 or size == 0:
+    if devices == parts == 1 or size == 0 or not program.divisible:
         return loss_at(program, params, world.examples, weights)
     mine = jax.lax.axis_index(AXIS) * parts if devices > 1 else 0
     here = jnp.sum(jax.lax.map(lambda k: part((mine + k) * size, size), jnp.arange(parts)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -278,24 +280,30 @@ def outside_devices(
         """What the host measures itself: the loss of streamed data, where it was asked for."""
         if not isinstance(problem.data, StreamedData) or not job.passes or not due(r):
             return {}
-        return {"loss": streamed_loss(program, problem.data, job.layout.p, state.server[0])}
+        points = {"loss": state.server[0]} | ({"average_loss": state.average} if program.average else {})
+        return {name: streamed_loss(program, problem.data, job.layout.p, x) for name, x in points.items()}
 
+    measured_here = ("loss", "average_loss") if program.average else ("loss",)
+    unmeasured = dict.fromkeys(measured_here, np.nan) if job.passes else {}
     stream = Stream(program, job.world, problem.data, store)
     final = start
-    for state, record, cohort, warm in stream.rounds(algorithm, start, key, job.visits, rounds, pass_over_data):
-        r = history.rounds + 1
-        if job.passes and due(r) and not np.isfinite(record["loss"]):
-            final = final._replace(diverged=np.asarray(True))
-            break
-        state = to_host(state._replace(clients=None))
-        row = ({"loss": np.nan} if job.passes else {}) | {k: v for k, v in record.items() if k != "cohort"}
-        row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": _padded(cohort, job.plan)}
-        history.add(row, int(state.round) - history.rounds, *bytes_of[warm])
-        final = state
-        if job.passes and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
-            final = state._replace(reached=np.asarray(True))
-        if final.reached or final.diverged:
-            break
+    with contextlib.closing(stream.rounds(algorithm, start, key, job.visits, rounds, pass_over_data)) as handed_out:
+        for state, record, cohort, warm in handed_out:
+            state = to_host(state._replace(clients=None))
+            row = unmeasured | {name: value for name, value in record.items() if name != "cohort"}
+            row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": _padded(cohort, job.plan)}
+            good = not (job.passes and due(history.rounds + 1)) or np.isfinite(row["loss"][0])
+            history.add(row, int(state.round) - history.rounds if good else 0, *bytes_of[warm])
+            if not good:
+                final = final._replace(diverged=np.asarray(True))
+                break
+            final = state
+            if job.passes and not warm and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
+                final = state._replace(reached=np.asarray(True))
+            if final.reached or final.diverged:
+                break
+    if isinstance(store, DiskStore):
+        store.save_places()
     return final, store.clients, getattr(store, "seen", None)
 
 
@@ -372,7 +380,7 @@ def prepare(
             cast = float(starts[0].dtype.type(value))
         if (cast == 0 and value != 0) or not np.isfinite(cast):
             raise refused(name, f"a number that {starts[0].dtype} can hold", f"{value:g}", "Choose a less extreme one.")
-    problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes)
+    problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes or passes)
     assert unravel is not None
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed)
     program = Program(
@@ -389,6 +397,7 @@ def prepare(
         precision=_precision(precision),
         resident=where == "device",
         streamed=problem.data.streamed,
+        divisible=not problem.mixes_examples,
     )
     program = tuned(program, algorithm, starts[0], problem.data, devices, width, members)
     example_weights = None
@@ -404,24 +413,31 @@ def prepare(
 
 def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool) -> str:
     """Where client states live: what the user says, else the first place that has room for all."""
-    allowed = '"device", "host", "disk" or a folder'
+    allowed = '"device", "host", "disk" or a new or empty folder'
     if store is not None and not isinstance(store, str | Path):
         raise refused("store", allowed, repr(store), "None decides by the size.")
     if streamed and store == "device":
         raise refused("store", '"host", "disk" or a folder for streamed data', repr(store), "Leave it out.")
     if store is None:
         rows = plan.n_clients * len(jax.tree.leaves(algorithm.init_client(x))) * x.nbytes
-        fits = rows <= memory() / 4 and not streamed
+        devices = 1 if jax.devices()[0].platform == "cpu" else len(jax.devices())  # CPU devices share one memory
+        fits = rows <= devices * memory() / 4 and not streamed
         store = "device" if fits else "host" if rows <= memory(device=False) / 3 else "disk"
     if jax.process_count() > 1 and (streamed or store != "device"):
         fix = "Use more hosts, so that the states fit, and data that fits into each host's memory."
         raise refused("store", '"device" and data in memory when several hosts run together', repr(str(store)), fix)
-    if store not in ("device", "host", "disk"):
-        folder = Path(store)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            raise refused("store", allowed, f"{store!r} ({error})", "Give a folder you can write to.") from None
+    if store in ("device", "host", "disk"):
+        return str(store)
+    if isinstance(store, str) and os.sep not in store:
+        raise refused("store", allowed, repr(store), f"A folder here is './{store}' or a Path.")
+    try:
+        Path(store).mkdir(parents=True, exist_ok=True)
+        empty = not any(Path(store).iterdir())
+    except (OSError, ValueError) as error:
+        raise refused("store", allowed, f"{str(store)!r} ({error})", "Give a folder you can write to.") from None
+    if not empty:
+        fix = "Give a new folder: what another run left is not overwritten."
+        raise refused("store", allowed, str(store), fix)
     return str(store)
 
 
@@ -545,7 +561,7 @@ def _divergence(algorithm: Algorithm, round: int) -> str:
 
 def _runaway(algorithm: Algorithm, losses: np.ndarray) -> str | None:
     """A word on a run whose loss has grown a million times and more, though it is finite still."""
-    seen = losses[np.isfinite(losses)]
+    seen = losses[np.isfinite(losses)].astype(float)
     if len(seen) < 2 or abs(seen[-1]) < 1e6 * max(abs(seen[0]), 1e-300) or seen[-1] < seen.max():
         return None
     return f"{algorithm} is diverging: its loss grew from {seen[0]:.3g} to {seen[-1]:.3g}. {_smaller(algorithm)}"

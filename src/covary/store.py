@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -68,12 +69,15 @@ class DiskStore:
         self.folder, self.row = folder, row
         self.places = np.full(n_clients, -1)  # the number of each client's row in the files
         self.used = 0
-        names = getattr(row, "_fields", [str(k) for k in range(len(jax.tree.leaves(row)))])
-        leaves, self._form = jax.tree.flatten(row)
+        leaves, self._form = jax.tree_util.tree_flatten_with_path(row)
         self.files = [
-            RowFile(folder / f"{name}.rows", leaf.shape, leaf.dtype, "x")
-            for name, leaf in zip(names, leaves, strict=True)
+            RowFile(folder / f"{re.sub('[^a-zA-Z0-9_]+', '-', _name(path))}.rows", leaf.shape, leaf.dtype, "x")
+            for path, leaf in leaves
         ]
+
+    def save_places(self) -> None:
+        """Beside the rows, where each client's is: without it, they could not be told apart later."""
+        np.save(self.folder / "places.npy", self.places)
 
     @property
     def seen(self) -> np.ndarray:
@@ -110,14 +114,26 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, rest = index if isinstance(index, tuple) else (index, ())
+        """As an array of NumPy's, for indices that begin with clients; only the rows of these are read."""
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if first is None or first is Ellipsis or np.ndim(first) > 1:
+            raise IndexError(f"states on disk are indexed by client first, got {first!r}; np.asarray(...) reads all")
         places = self._store.places[first]
         flat = np.atleast_1d(places)
         rows = np.empty((len(flat), *self.shape[1:]), self.dtype)
         rows[flat < 0] = self._initial
         rows[flat >= 0] = self._file.read(flat[flat >= 0])
-        rows = rows[0] if np.ndim(places) == 0 else rows
-        return rows[rest] if np.ndim(places) == 0 or rest == () else rows[:, rest]
+        if np.ndim(places) == 0:
+            return rows[(0, *rest)]
+        return rows[(slice(None) if isinstance(first, slice) else np.arange(len(flat)), *rest)]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
@@ -173,6 +189,10 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
     """Where neighbours follow each other: (first, one past the last) for each such run."""
     ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path).strip(".") or "state"
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class Stream:
         visits: list[np.ndarray],
         last: int,
         evaluate: Callable[[int, State], dict[str, Any]],
-    ) -> Iterator[tuple[State, dict[str, Any], np.ndarray, bool]]:
+    ) -> Generator[tuple[State, dict[str, Any], np.ndarray, bool]]:
         """The state and record after each round, with its cohort and whether it was one of the warm start.
 
         A round is handed out when the next one is under way, unless `evaluate` has to look at every state.
@@ -50,7 +50,7 @@ class Stream:
         ahead = self.thread.submit(self._read, cohort)
         done: tuple[State, dict[str, Any], np.ndarray, bool] | None = None  # the last round, if not handed out
         unwritten: tuple[np.ndarray, Any] | None = None  # the last round's rows: they may still be computing
-        written = None
+        writes: list[concurrent.futures.Future[None]] = []
         try:
             for r in range(1, last + 1):
                 rows, world = ahead.result()
@@ -62,15 +62,18 @@ class Stream:
                 else:
                     measured = r % self.program.eval_every == 0 or r == last
                     state, record = compiled_round(self.program, measured)(numbers, given, key, r, cohort, world)
-                if written is not None:
-                    written.result()  # raises what writing raised
+                for write in writes:
+                    write.result()  # raises what writing raised
+                writes.clear()
                 if unwritten is not None:
-                    written = self.thread.submit(self._write, *unwritten)
+                    writes.append(self.thread.submit(self._write, *unwritten))
                 unwritten = (cohort, state.clients)
                 if done is not None:
                     yield done
                 seen = evaluate(r, state)
                 done = (state, record | seen, cohort, warm)
+                if not all(np.isfinite(value) for value in seen.values()):
+                    unwritten = None  # the run ends with the state before this round
                 if seen:  # by the host, which may end the run here
                     yield done
                     done = None
@@ -81,10 +84,10 @@ class Stream:
                 yield done
         finally:
             if unwritten is not None:
-                written = self.thread.submit(self._write, *unwritten)
+                writes.append(self.thread.submit(self._write, *unwritten))
             self.thread.shutdown(wait=True)
-            if written is not None:
-                written.result()
+            for write in writes:
+                write.result()
 
     def _cohorts(self, key: np.ndarray, visits: list[np.ndarray], last: int) -> Iterator[np.ndarray]:
         yield from visits

@@ -58,7 +58,7 @@ def ours(workload: Workload, seconds: float, **how: Any) -> dict[str, float]:
     problem = workload.problem()
     clock = Clock()
     cv.simulate(cv.scaffold(eta_l=torch_rivals.ETA_L), problem, log=clock.tick, **_training(workload, seconds), **how)
-    return {"seconds": clock.fastest(), "first_round": clock.calls[1][0] - clock.calls[0][0]}
+    return {"seconds": clock.fastest(), "first_round": clock.told[0][0] - clock.start}
 
 
 def our_sweep(workload: Workload, seconds: float) -> float:
@@ -84,24 +84,27 @@ def _training(workload: Workload, seconds: float) -> dict[str, Any]:
 
 
 class Clock:
-    """When each call of the compiled program ended, and the rounds done by then."""
+    """When each round was told. The rounds of one call are told together, when it has ended."""
 
     def __init__(self) -> None:
-        self.calls = [(time.perf_counter(), 0)]
-        self.heard = 0.0
+        self.start = time.perf_counter()
+        self.told: list[tuple[float, int]] = []
 
     def tick(self, r: int, _: dict[str, float]) -> None:
-        now = time.perf_counter()
-        if now - self.heard < 2e-4:  # one more round of the same call: they are told one right after the other
-            self.calls[-1] = (self.calls[-1][0], r)
-        else:
-            self.calls.append((now, r))
-        self.heard = now
+        self.told.append((time.perf_counter(), r))
 
     def fastest(self) -> float:
-        """Seconds a round of the fastest call, without the first two, which compile, and the last, which evaluates."""
-        times, rounds = np.array(self.calls[2:-1] if len(self.calls) > 4 else self.calls).T
-        return float(np.min(np.diff(times) / np.diff(rounds)))
+        """Seconds a round of the fastest call that took its share of time, without the last, which evaluates.
+
+        A call is known by the wait before it: one of at least a fifth of the longest, the compilation left aside. What
+        is shorter (a hiccup while rounds are told, or the first calls of one short round) begins no call.
+        """
+        times, rounds = (np.array(column, float) for column in zip(*self.told, strict=True))
+        waits = np.diff(times)
+        begins = np.flatnonzero(waits[1:] >= 0.2 * waits[1:].max()) + 1 if len(waits) > 1 else np.array([0])
+        ends = np.append(begins[1:], len(times) - 1)
+        seconds = (times[begins + 1] - times[begins]) / (rounds[ends] - rounds[begins])
+        return float(np.min(seconds[:-1] if len(seconds) > 1 else seconds))
 
 
 def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:

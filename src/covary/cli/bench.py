@@ -17,7 +17,8 @@ PARTS = ("rounds", "sweep", "cnn", "first", "growth")
 
 def bench(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="Some of: rounds, sweep, cnn, first, growth. [default: rounds, sweep]")
+        list[str] | None,
+        typer.Argument(help="Some of rounds, sweep, cnn, first, growth; rounds and sweep if none is named."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
     peers: Annotated[bool, typer.Option(help="Also time other simulators that are installed.")] = True,

@@ -56,6 +56,8 @@ def write(folder: Path, clients: Iterable[Any]) -> None:
     """All or nothing: the folder appears under its name when it is whole."""
     if folder.exists():
         raise refused("folder", "one that does not exist yet", str(folder), "Choose another name, or remove it.")
+    if not isinstance(clients, Iterable):
+        raise refused("clients", "a list or generator of batches", type(clients).__name__, "Yield one (x, y) each.")
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     draft.mkdir(parents=True)
     try:
@@ -69,12 +71,14 @@ def write(folder: Path, clients: Iterable[Any]) -> None:
 def _write(folder: Path, clients: Iterable[Any]) -> None:
     sizes: list[int] = []
     first: Any = None
+    described: Any = None
     files: list[Any] = []
     try:
         for i, client in enumerate(clients):
             leaves, form = jax.tree.flatten(jax.tree.map(np.asarray, client, is_leaf=lambda n: isinstance(n, list)))
             if first is None:
                 FederatedData.from_clients([client])  # refused here as it would be in memory
+                described = _described(client)
                 first = jax.tree.unflatten(form, [leaf[:0] for leaf in leaves])
                 files = [(folder / f"{k}.npy").open("wb") for k in range(len(leaves))]
                 for file in files:
@@ -108,7 +112,7 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
         for file in files:
             file.close()
     np.save(folder / "sizes.npy", np.array(sizes))
-    about = {"format": FORMAT, "form": _described(jax.tree.map(lambda _: None, first), iter(range(len(files))))}
+    about = {"format": FORMAT, "form": _numbered(described, iter(range(len(files))))}
     (folder / "data.json").write_text(json.dumps(about) + "\n")
 
 
@@ -142,15 +146,26 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
     return StreamedData(examples, sizes, files)
 
 
-def _described(tree: Any, number: Iterator[int]) -> Any:
-    """The nesting of the examples as JSON, with the number of its file for each array."""
-    if isinstance(tree, dict):
-        return {"dict": {str(k): _described(tree[k], number) for k in sorted(tree)}}
-    if isinstance(tree, tuple | list):
-        return {type(tree).__name__: [_described(node, number) for node in tree]}
-    if tree is None:
+def _described(tree: Any) -> Any:
+    """The nesting of the examples as JSON, with None for each array."""
+    if type(tree) is dict and all(type(key) is str for key in tree):
+        return {"dict": {key: _described(tree[key]) for key in sorted(tree)}}
+    if type(tree) is tuple:
+        return {"tuple": [_described(node) for node in tree]}
+    if isinstance(tree, np.ndarray | jax.Array | list):  # a list of numbers is an array
+        return None
+    fix = "Pass (x, y), or a dict of arrays by name."
+    raise refused("examples", "arrays nested in tuples and in dicts with names", type(tree).__name__, fix)
+
+
+def _numbered(form: Any, number: Iterator[int]) -> Any:
+    """The same with the number of its file for each array."""
+    if form is None:
         return next(number)
-    raise refused("examples", "nested in tuples, lists and dicts", type(tree).__name__, "Pass (x, y), say.")
+    ((kind, inner),) = form.items()
+    if kind == "dict":
+        return {kind: {key: _numbered(node, number) for key, node in inner.items()}}
+    return {kind: [_numbered(node, number) for node in inner]}
 
 
 def _rebuilt(form: Any, folder: Path) -> Any:
@@ -162,4 +177,4 @@ def _rebuilt(form: Any, folder: Path) -> Any:
     ((kind, inner),) = form.items()
     if kind == "dict":
         return {k: _rebuilt(v, folder) for k, v in inner.items()}
-    return {"tuple": tuple, "list": list}[kind](_rebuilt(node, folder) for node in inner)
+    return {"tuple": tuple}[kind](_rebuilt(node, folder) for node in inner)
