@@ -45,14 +45,17 @@ def arrays(run):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_every_mode_gives_the_same_numbers(algorithm):
-    """Bit for bit on one device, where sums are taken in one order; to rounding on several."""
+    """Bit for bit on one device, where sums are taken in one order; to rounding on several.
+
+    Before JAX 0.10, XLA compiled one expression in two programs to numbers one unit in the last place apart.
+    """
     problem = small_logistic(SIZES)
     reference = cv.simulate(algorithm, problem, 12, **TRAINING, **MODES["all at once"])
     for name, mode in MODES.items():
         run = cv.simulate(algorithm, problem, 12, **TRAINING, **mode)
         np.testing.assert_array_equal(run.history["cohort"], reference.history["cohort"], name)
         for ours, theirs in zip(arrays(run), arrays(reference), strict=True):
-            if mode.get("devices", 1) == 1:
+            if mode.get("devices", 1) == 1 and jax.__version_info__ >= (0, 10):
                 np.testing.assert_array_equal(ours, theirs, name)
             else:
                 np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13, err_msg=name)
