@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from covary.bench.workloads import Workload
+from covary.devices import cores
 
 LEARNING_RATE = 0.1
 
@@ -33,7 +34,7 @@ def pfl_round(workload: Workload, rounds: int, processes: int | None = None) -> 
 
     Runs in one process per core, joined as `torchrun` joins them, or in as many `processes` as are asked for.
     """
-    processes = processes or min(_cores(), workload.cohort)
+    processes = processes or min(cores(), workload.cohort)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -67,17 +68,16 @@ def flgo_scaffold_round(workload: Workload, rounds: int) -> float:
     return _alone(f"_flgo({workload!r}, {rounds}, 'scaffold')", workload, [{"OMP_NUM_THREADS": "1"}])
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _alone(call: str, workload: Workload, places: list[dict[str, str]]) -> float:
     """Evaluate a call in fresh processes, one for each set of environment variables; the value is the first one's."""
     if workload.model not in ("logistic", "mlp"):
         raise RuntimeError(f"the model {workload.model!r} is not written for the other simulators")
     if workload.size % workload.batch or workload.steps % (workload.size // workload.batch):
         raise RuntimeError(f"{workload.steps} steps are not whole epochs of equal batches")
-    code = f"from covary.bench import peers; from covary.bench.workloads import Workload; print(peers.{call})"
+    code = "from covary.bench import peers; from covary.bench.workloads import Workload; "
+    code += f"print(peers.{call}, flush=True)"
+    if len(places) > 1:
+        code += "; import os; os._exit(0)"  # processes that are joined can abort each other when they end by themselves
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         children: list[subprocess.Popen[str]] = []
@@ -133,7 +133,7 @@ def _pfl(workload: Workload, rounds: int, processes: int) -> float:
     from pfl.metrics import Metrics, Weighted
     from pfl.model.pytorch import PyTorchModel
 
-    torch.set_num_threads(max(1, _cores() // processes))
+    torch.set_num_threads(max(1, cores() // processes))
     np.random.seed(0)
     torch.manual_seed(0)
     ends: list[float] = []
@@ -223,7 +223,7 @@ def _flower(workload: Workload, rounds: int) -> float:
             raise RuntimeError(f"Flower's clients failed: {replies} answers in the rounds")
 
     ray = {
-        "num_cpus": min(_cores(), workload.cohort),
+        "num_cpus": min(cores(), workload.cohort),
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "include_dashboard": False,
@@ -237,6 +237,7 @@ FLGO_TASK = """
 import torch
 from covary.bench import peers
 from covary.bench.workloads import Workload
+from covary.devices import cores
 
 class Client(torch.utils.data.TensorDataset):
     def __getitems__(self, indices):
@@ -277,7 +278,7 @@ def _flgo(workload: Workload, rounds: int, algorithm: str) -> float:
         "learning_rate": LEARNING_RATE,
         "train_holdout": 0.0,
         "torch_num_threads": 1,
-        "num_parallels": min(_cores(), workload.cohort),
+        "num_parallels": min(cores(), workload.cohort),
         "parallel_type": "t",
         "no_log_console": True,
         "no_tqdm": True,
