@@ -118,7 +118,7 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch):
         losses = []
         for at_once, count in ((10**6, 1), (10, 1), (10, 3)):
             compiled.cache_clear()  # the number is no part of a program's name
-            monkeypatch.setattr("covary.rounds.EVALUATED_AT_ONCE", at_once)
+            monkeypatch.setattr("covary.evaluate.EVALUATED_AT_ONCE", at_once)
             run = cv.simulate(cv.fedavg(0.1), problem, 3, **TRAINING, devices=count, weights=weights)
             losses.append(run.history["loss"])
         compiled.cache_clear()

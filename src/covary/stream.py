@@ -16,10 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
+from covary.cohort import loss_at, where
 from covary.data.federated import FederatedData
 from covary.data.folder import StreamedData
 from covary.devices import AXIS, lay_out
-from covary.rounds import Program, State, World, compiled_round, compiled_sample, compiled_warm_start, loss_at, where
+from covary.program import Program, State, World
+from covary.rounds import compiled_round, compiled_sample, compiled_warm_start
 
 AHEAD = 64  # rounds whose cohorts are drawn in one go
 

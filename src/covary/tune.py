@@ -20,7 +20,8 @@ from covary.checks import whole
 from covary.data.federated import FederatedData
 from covary.devices import Place, available, cache_folder, lay_out, memory
 from covary.plan import Layout
-from covary.rounds import Program, State, Target, World, compiled_round
+from covary.program import Program, State, Target, World
+from covary.rounds import compiled_round
 
 # Floating-point operations below which a CPU is busy with the machinery around them: of a round, for several devices to
 # pay; of a local step, for clients one by one to pay.
