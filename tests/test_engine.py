@@ -338,6 +338,7 @@ def test_a_loss_that_mixes_examples_is_not_cut_into_parts():
         lambda g: g * g**2 + abs(g) - 1 / (2 + g * g) + +g,
         lambda g: (g @ g) * g,
         lambda g: jax.numpy.sign(g) * g.sum(),
+        lambda g: np.linspace(1, 2, 12) * g,
     ],
 )
 def test_an_algorithm_may_use_every_operator_and_even_more(change):

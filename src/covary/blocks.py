@@ -37,7 +37,7 @@ class Blocks:
     __array_ufunc__ = None  # a NumPy number on the left leaves the arithmetic to us
 
     def _each(self, apply: Callable[[Any, Any], Any], other: Any) -> Blocks:
-        others = other.arrays if isinstance(other, Blocks) else [other] * len(self.arrays)
+        others = other.arrays if isinstance(other, Blocks) else [_number(other)] * len(self.arrays)
         return Blocks(apply(a, b) for a, b in zip(self.arrays, others, strict=True))
 
     def __add__(self, other: Any) -> Blocks:
@@ -56,7 +56,7 @@ class Blocks:
         return self._each(operator.truediv, other)
 
     def __rtruediv__(self, other: Any) -> Blocks:
-        return Blocks(other / a for a in self.arrays)
+        return Blocks(_number(other) / a for a in self.arrays)
 
     def __pow__(self, other: Any) -> Blocks:
         return self._each(operator.pow, other)
@@ -74,6 +74,13 @@ class Blocks:
         return Blocks(abs(a) for a in self.arrays)
 
     __radd__, __rmul__ = __add__, __mul__
+
+
+def _number(other: Any) -> Any:
+    """Refuse a vector of another form: it has to be cut up first."""
+    if getattr(other, "ndim", 0):
+        raise TypeError(f"a vector kept as blocks and an array of shape {other.shape} do not go together")
+    return other
 
 
 class Form:

@@ -151,7 +151,7 @@ def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.nda
     if not empty:
         fix = "Give a new folder: what another run left is not overwritten."
         raise refused("store", allowed, str(store), fix)
-    return str(store)
+    return str(Path(store).absolute())
 
 
 def _precision(precision: str | None) -> str | None:

@@ -294,7 +294,8 @@ def outside_devices(
                 final = final._replace(diverged=np.asarray(True))
                 break
             final = state
-            if job.passes and not warm and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
+            judged = job.passes and not warm and not state.diverged
+            if judged and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
                 final = state._replace(reached=np.asarray(True))
             if final.reached or final.diverged:
                 break

@@ -71,8 +71,8 @@ class DiskStore:
         self.used = 0
         leaves, self._form = jax.tree_util.tree_flatten_with_path(row)
         self.files = [
-            RowFile(folder / f"{re.sub('[^a-zA-Z0-9_]+', '-', _name(path))}.rows", leaf.shape, leaf.dtype, "x")
-            for path, leaf in leaves
+            RowFile(folder / f"{_name(path, number)}.rows", leaf.shape, leaf.dtype, "x")
+            for number, (path, leaf) in enumerate(leaves)
         ]
 
     def save_places(self) -> None:
@@ -115,7 +115,8 @@ class Rows:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As an array of NumPy's, for indices that begin with clients; only the rows of these are read."""
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        parts: Any = (index or (slice(None),)) if isinstance(index, tuple) else (index,)
+        first, rest = parts[0], parts[1:]
         if first is None or first is Ellipsis or np.ndim(first) > 1:
             raise IndexError(f"states on disk are indexed by client first, got {first!r}; np.asarray(...) reads all")
         places = self._store.places[first]
@@ -191,8 +192,10 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
     return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path).strip(".") or "state"
+def _name(path: Any, number: int) -> str:
+    """The field's own name where that can be a file's, else its number."""
+    name = jax.tree_util.keystr(path).strip(".")
+    return name if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) else str(number)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -74,7 +74,7 @@ class Stream:
                     yield done
                 seen = evaluate(r, state)
                 done = (state, record | seen, cohort, warm)
-                if not all(np.isfinite(value) for value in seen.values()):
+                if not np.isfinite(seen.get("loss", 0.0)):
                     unwritten = None  # the run ends with the state before this round
                 if seen:  # by the host, which may end the run here
                     yield done

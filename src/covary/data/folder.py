@@ -152,7 +152,9 @@ def _described(tree: Any) -> Any:
         return {"dict": {key: _described(tree[key]) for key in sorted(tree)}}
     if type(tree) is tuple:
         return {"tuple": [_described(node) for node in tree]}
-    if isinstance(tree, np.ndarray | jax.Array | list):  # a list of numbers is an array
+    if isinstance(tree, list) or (
+        tree is not None and jax.tree.structure(tree).num_nodes == 1
+    ):  # an array, or like one
         return None
     fix = "Pass (x, y), or a dict of arrays by name."
     raise refused("examples", "arrays nested in tuples and in dicts with names", type(tree).__name__, fix)
