@@ -161,9 +161,8 @@ def work_of_client(
     offset, size, batch, per_epoch, steps, _ = jax.tree.map(lambda leaf: leaf[at], world.layout)
 
     def fetch(positions: Any) -> Any:
-        if program.streamed:
-            return jax.tree.map(lambda leaf: leaf[slot, positions], world.examples)
-        return jax.tree.map(lambda leaf: leaf[offset + positions], world.examples)
+        where = (slot, positions) if program.streamed else offset + positions
+        return jax.tree.map(lambda leaf: leaf.at[where].get(mode="promise_in_bounds"), world.examples)
 
     everything = jnp.arange(plan.max_size)
     own = fetch(jnp.minimum(everything, size - 1))

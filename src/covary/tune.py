@@ -84,9 +84,17 @@ def _step_cost(loss: Any, unravel: Any, rows: int, shape: Any, dtype: Any, form:
     tree, leaves = form
     batch = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct((rows, *rest), kind) for rest, kind in leaves])
     x = jax.ShapeDtypeStruct(shape, dtype)
-    lowered = jax.jit(jax.grad(lambda y, batch: loss(unravel(y), batch))).lower(x, batch)
+    with _counting():
+        lowered = jax.jit(jax.grad(lambda y, batch: loss(unravel(y), batch))).lower(x, batch)
     analysis = lowered.cost_analysis() or {}
     return Cost(float(analysis.get("flops", 0.0)), lowered.as_text())
+
+
+def _counting() -> contextlib.AbstractContextManager[Any]:
+    """Lowering for the CPU, which counts operations before it compiles. A GPU does not."""
+    with contextlib.suppress(RuntimeError):  # where JAX was told to leave the CPU out
+        return jax.default_device(jax.devices("cpu")[0])
+    return contextlib.nullcontext()
 
 
 def step_cost(program: Program, shape: Any, dtype: Any, form: Any) -> Cost:
@@ -120,7 +128,8 @@ def _time(program: Program, width: int, algorithm: Algorithm, x: np.ndarray, exa
         0 * sizes, sizes, np.full(S, plan.max_batch), sizes // plan.max_batch + 1, 0 * sizes + steps, 1 / sizes
     )
     world = World(lay_out(place, data), None, None, layout, Target(0, 1.0, np.inf), 1.0)
-    clients = jax.tree.map(lambda leaf: np.zeros((slots, *np.shape(leaf)), x.dtype), algorithm.init_client(x))
+    rows = jax.tree.map(lambda leaf: np.zeros((slots, *np.shape(leaf)), x.dtype), algorithm.init_client(x))
+    clients = jax.block_until_ready(lay_out(place, rows))  # else every round of the trial would carry them over
     server = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), algorithm.init_server(x))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
     state = State(np.asarray(0), server, clients, x, np.asarray(1, x.dtype), np.asarray(False), np.asarray(False))

@@ -44,7 +44,8 @@ def _bars(ax: Any, name: str, rows: list[dict[str, Any]]) -> None:
     colours = [OURS if r["who"].startswith("covary") else OTHERS for r in rows]
     ax.barh([r["who"] for r in rows], values, color=colours, height=0.7)
     for at, value in enumerate(values):
-        ax.annotate(f"{value:.3g}", (value, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
+        label = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        ax.annotate(label, (value, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
     ax.set_xlim(0, 1.15 * max(values))
     ax.set_xlabel("milliseconds a round (less is better)")
     ax.set_title(name, fontsize=10)
