@@ -70,7 +70,7 @@ def plain_server(
         for trip in algorithm.trips(K if equal else None):
             down, ups = trip.broadcast(server), []
             for i in cohort:
-                up, clients[i] = client_loop(trip, down, clients[i], grads[i], [grads[i]] * K)
+                up, clients[i], _ = client_loop(trip, down, clients[i], grads[i], [grads[i]] * K)
                 ups.append(up)
             mean = type(ups[0])(*(np.mean(field, axis=0) for field in zip(*ups, strict=True)))
             server = trip.aggregate(server, mean, len(cohort) / N)

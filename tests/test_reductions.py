@@ -79,7 +79,7 @@ def test_option_2_keeps_the_mean_of_the_raw_gradients():
     algorithm = cv.scaffold(0.03)
     (trip,) = algorithm.exchanges
     server = algorithm.init_server(np.ones(4))._replace(c=rng.normal(size=4))
-    _, client = client_loop(trip, trip.broadcast(server), Client(rng.normal(size=4)), noisy, [noisy] * 8)
+    _, client, _ = client_loop(trip, trip.broadcast(server), Client(rng.normal(size=4)), noisy, [noisy] * 8)
     np.testing.assert_allclose(client.c_i, np.mean(seen, axis=0), rtol=1e-12)
 
 

@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from covary.algorithm import Exchange, Gradient
 from covary.blocks import squared_norm
 
+Guard = Callable[[Any, int], Any]
+"""(vector, which) -> what may leave the client in its place, clipped and with noise, say. Which: 0 for a change of the
+model, 1 for a gradient; the same call gives the same answer."""
+
 
 def client_work(
     exchange: Exchange,
@@ -24,6 +28,7 @@ def client_work(
     K: Any,
     max_steps: int,
     measured: bool = True,
+    guard: Guard | None = None,
 ) -> tuple[Any, Any, Any]:
     """What one client does in one exchange, as a traceable function.
 
@@ -52,27 +57,52 @@ def client_work(
 
         (local, total), _ = jax.lax.scan(body, (local, zero), jnp.arange(max_steps))
         drift = total / K
+    local, full_grad = _outgoing(local, down, full_grad, guard)
     up, client = exchange.finish(local, down, client, full_grad, K)
     return up, client, drift
 
 
 def client_loop(
-    exchange: Exchange, down: Any, client: Any, full_grad: Gradient, grads: Iterable[Gradient]
-) -> tuple[Any, Any]:
+    exchange: Exchange,
+    down: Any,
+    client: Any,
+    full_grad: Gradient,
+    grads: Iterable[Gradient],
+    guard: Guard | None = None,
+) -> tuple[Any, Any, Any]:
     """The same work as a plain loop over the steps' gradient functions: for NumPy, PyTorch, or a debugger.
 
     >>> import numpy as np, covary as cv
     >>> algorithm, x = cv.scaffold(eta_l=0.5), np.array([4.0])
     >>> server, client = algorithm.init_server(x), algorithm.init_client(x)
     >>> (exchange,) = algorithm.exchanges
-    >>> up, client = client_loop(exchange, exchange.broadcast(server), client, lambda y: y, [lambda y: y] * 2)
+    >>> up, client, drift = client_loop(exchange, exchange.broadcast(server), client, lambda y: y, [lambda y: y] * 2)
     >>> up.dy, client.c_i  # y: 4, 2, 1; the mean of the gradients 4 and 2 is 3
     (array([-3.]), array([3.]))
+    >>> float(drift)  # the mean of (2 - 4)² and (1 - 4)²
+    6.5
     """
+
+    def distance(local: Any) -> Any:
+        return (local.y - down.x) @ (local.y - down.x) if hasattr(local, "y") else 0.0
+
     local = exchange.start(down, client, full_grad)
-    K = 0
-    if exchange.step is not None:
+    K, total = 0, 0.0
+    if exchange.step is None:
+        total = distance(local)
+    else:
         for grad in grads:
             local = exchange.step(local, down, client, grad)
-            K += 1
-    return exchange.finish(local, down, client, full_grad, K)
+            K, total = K + 1, total + distance(local)
+    local, full_grad = _outgoing(local, down, full_grad, guard)
+    up, client = exchange.finish(local, down, client, full_grad, K)
+    return up, client, total / max(K, 1)
+
+
+def _outgoing(local: Any, down: Any, full_grad: Gradient, guard: Guard | None) -> tuple[Any, Gradient]:
+    """What `finish` makes the upload and the new state of, past the guard."""
+    if guard is None:
+        return local, full_grad
+    if hasattr(local, "y"):
+        local = local._replace(y=down.x + guard(local.y - down.x, 0))
+    return local, lambda y: guard(full_grad(y), 1)

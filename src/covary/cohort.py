@@ -9,22 +9,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from covary.algorithm import Exchange
 from covary.blocks import Form
-from covary.client import client_work
+from covary.client import Guard, client_work
 from covary.devices import AXIS
-from covary.plan import Plan
 from covary.program import Program, World
 
 
-def sample(key: Any, plan: Plan) -> Any:
-    """The cohort: uniform, without replacement, in ascending order, in time that depends on S alone where N is large.
+def sample(key: Any, N: int, S: int) -> Any:
+    """S of N clients: uniform, without replacement, in ascending order, in time that depends on S alone for large N.
 
     Of many clients, by R. Floyd's method: the k-th draw is from the first N - S + k; one that was drawn before is
     replaced by the last of these, which cannot have been.
     """
-    N, S = plan.n_clients, plan.cohort
     if N == S:
         return jnp.arange(N)
     if N <= 4096 or S * S > N:
@@ -155,6 +154,7 @@ def work_of_client(
     at: Any,
     slot: Any,
     client: Any,
+    guard: Guard | None = None,
 ) -> tuple[Any, Any, Any]:
     """Client i's part of a trip, with its gradients bound to its data."""
     plan = program.plan
@@ -167,7 +167,7 @@ def work_of_client(
     everything = jnp.arange(plan.max_size)
     own = fetch(jnp.minimum(everything, size - 1))
     client_key = jax.random.fold_in(trip_key, i)
-    order = jax.vmap(lambda e: shuffle(jax.random.fold_in(client_key, e), plan, size))(jnp.arange(plan.epochs))
+    order = jax.vmap(lambda e: shuffle(jax.random.fold_in(client_key, e), plan.max_size, size))(jnp.arange(plan.epochs))
 
     def work(form: Form) -> tuple[Any, Any, Any]:
         full_grad = gradient(program, form, own, everything < size if plan.ragged_sizes else None)
@@ -187,21 +187,32 @@ def work_of_client(
 
         K = plan.max_steps if plan.steps is not None else steps
         up, new, drift = client_work(
-            trip, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps, measured
+            trip, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps, measured, guard
         )
         return form.join(up), like(form.join(new), client), drift
 
     form = Form(program.unravel, down.x)
+    if guard is not None:
+        return work(form.as_one())
     try:
         return work(form)
     except (TypeError, AttributeError):  # an algorithm that asks for more than arithmetic gets vectors
         return work(form.as_one())
 
 
-def shuffle(key: Any, plan: Plan, size: Any) -> Any:
-    """A random order of a client's examples; it depends on the client's own size only, so deployment draws the same."""
-    draws = jax.random.uniform(key, (plan.max_size,), jnp.float32)
-    return jnp.argsort(jnp.where(jnp.arange(plan.max_size) < size, draws, 2.0))
+def shuffle(key: Any, length: int, size: Any) -> Any:
+    """A random order of a client's examples, the first `size` of `length` places. It depends on the client's own size
+    only, so that deployment draws the same."""
+    draws = jax.random.uniform(key, (length,), jnp.float32)
+    return jnp.argsort(jnp.where(jnp.arange(length) < size, draws, 2.0))
+
+
+def order_of_epoch(seed: int, r: int, trip: int, i: int, epoch: int, size: int) -> np.ndarray:
+    """The order in which client i goes through its examples, as the engine draws it."""
+    key = jax.random.key(seed)
+    for number in (r, trip, i, epoch):
+        key = jax.random.fold_in(key, number)
+    return np.asarray(shuffle(key, size, size))
 
 
 def gradient(program: Program, form: Form, batch: Any, inside: Any) -> Callable[[Any], Any]:

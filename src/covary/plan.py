@@ -54,8 +54,8 @@ def make_plan(
 ) -> tuple[Plan, Layout]:
     """Check the request and work out every client's batches and steps."""
     sizes, N = problem.data.sizes, problem.n_clients
-    S = _cohort(clients_per_round, N)
-    batching, batch, per_epoch = _batches(batch_size, sizes)
+    S = cohort_size(clients_per_round, N)
+    batching, batch, per_epoch = batches_of(batch_size, sizes)
 
     if local_steps is not None and local_epochs is not None:
         raise CovaryError(
@@ -97,7 +97,7 @@ def make_plan(
     return plan, Layout(problem.data.offsets, sizes, batch, per_epoch, steps, p)
 
 
-def _cohort(clients_per_round: int | float | None, N: int) -> int:
+def cohort_size(clients_per_round: int | float | None, N: int) -> int:
     if clients_per_round is None:
         return N
     if isinstance(clients_per_round, float | np.floating) and 0 < clients_per_round < 1:
@@ -110,7 +110,7 @@ def _cohort(clients_per_round: int | float | None, N: int) -> int:
     return int(clients_per_round)
 
 
-def _batches(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
+def batches_of(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
     """How a client's epoch is cut into batches: the rule, the largest batch and the number of batches, per client."""
     if batch_size is None:
         return "full", sizes, np.ones_like(sizes)

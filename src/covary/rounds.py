@@ -97,8 +97,11 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
 def compiled_sample(plan: Plan) -> Callable[[Any, Any], Any]:
     """`(key, rounds) -> cohorts`: those that the engine itself draws in these rounds."""
 
+    def one(key: Any, r: Any) -> Any:
+        return sample(jax.random.fold_in(jax.random.fold_in(key, r), 0), plan.n_clients, plan.cohort)
+
     def draw(key: Any, rounds: Any) -> Any:
-        return jax.vmap(lambda r: sample(jax.random.fold_in(jax.random.fold_in(wrap(key), r), 0), plan))(rounds)
+        return jax.vmap(lambda r: one(wrap(key), r))(rounds)
 
     return jax.jit(draw)
 
@@ -192,7 +195,7 @@ def one_round(
     algorithm = rebuild(program.recipe, numbers)
     key = jax.random.fold_in(key, r)
     if cohort is None:
-        cohort = sample(jax.random.fold_in(key, 0), program.plan)
+        cohort = sample(jax.random.fold_in(key, 0), program.plan.n_clients, program.plan.cohort)
     trips = algorithm.trips(program.plan.steps_on_wire)
     rows = take(program, state.clients, cohort)
     server, new, drift = exchange_all(program, trips, state.server, rows, cohort, key, world, measured)

@@ -193,7 +193,7 @@ def _flower(workload: Workload, rounds: int) -> float:
         torch.set_num_threads(1)
         x, y = (t[int(context.node_config["partition-id"])].split(workload.batch) for t in tensors(workload))
         model = network(workload)
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         for step in range(workload.steps):
             optimizer.zero_grad()

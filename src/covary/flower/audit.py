@@ -1,0 +1,78 @@
+"""The proof: `c = mean(c_i)`, from the server's checkpoint and the clients' own disks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from covary.durable import File
+from covary.errors import CovaryError
+from covary.flower.journal import ClientJournal, Ledger, StateLost
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found of a job."""
+
+    round: int
+    epoch: int
+    members: int
+    norms: dict[str, float]  # ‖c_i‖ of every member that was counted; the others' are zero
+    missing: tuple[str, ...]  # members whose state is on none of the disks
+    norm: float  # ‖c‖
+    gap: float  # ‖c - sum p_i c_i‖, without the missing
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is missing and the gap is rounding only."""
+        scale = max([self.norm, *self.norms.values()], default=0.0)
+        return not self.missing and self.gap <= 1e-5 * scale
+
+
+def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
+    """Compare the server's control variate with those on the clients' disks, while nothing is running.
+
+    Args:
+        checkpoint: the server's folder.
+        states: the nodes' folders.
+
+    >>> audit("/no/such/folder", [])
+    Traceback (most recent call last):
+    covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
+    """
+    found = File(Path(checkpoint) / "ledger").read()
+    if found is None:
+        raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
+    ledger = Ledger(File(Path(checkpoint) / "ledger"), *found)
+    if not ledger.settings["invariant"]:
+        raise CovaryError(f"{ledger.settings['algorithm']} has no control variates to audit.")
+    server_field, client_field = ledger.settings["invariant"]
+    c = ledger.arrays[f"server.{server_field}"]
+    disks = (File(Path(state) / ledger.job / "journal") for state in states)
+    journals = [ClientJournal(disk) for disk in disks if disk.path.is_file()]
+    total, norms, missing = np.zeros(c.shape, np.float64), {}, []
+    for name, p in ledger.weights(ledger.settings["weights"] == "examples").items():
+        counted = ledger.members[name].counted
+        if not counted:
+            continue
+        c_i = next(
+            (v for v in (_control(j, ledger.epoch, counted, client_field) for j in journals) if v is not None), None
+        )
+        if c_i is None:
+            missing.append(name)
+            continue
+        norms[name] = float(np.linalg.norm(c_i))
+        total += p * c_i.astype(np.float64)
+    gap, norm = float(np.linalg.norm(c - total)), float(np.linalg.norm(c))
+    return Audit(ledger.round, ledger.epoch, len(ledger.members), norms, tuple(missing), norm, gap)
+
+
+def _control(journal: ClientJournal, epoch: int, counted: str, field: str) -> np.ndarray | None:
+    try:
+        state = journal.state(epoch, counted)
+    except StateLost:
+        return None
+    return None if state is None else state[field]

@@ -1,0 +1,328 @@
+"""A node's part: it follows orders with its own data, and keeps its state on its own disk."""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from covary import algorithms
+from covary.algorithm import Algorithm, Exchange, rebuild
+from covary.checks import non_negative, positive
+from covary.client import Guard
+from covary.cohort import work_of_client
+from covary.devices import Place
+from covary.durable import File, held
+from covary.errors import CovaryError, refused
+from covary.evaluate import measure
+from covary.flower.journal import ClientJournal, Order, Refused, StateLost
+from covary.flower.wire import facts_of, pack, vectors_of
+from covary.plan import Layout, Plan, make_plan
+from covary.problem import Problem
+from covary.program import Program, Target, World
+
+FACTORIES = tuple(getattr(algorithms, name) for name in algorithms.__all__)
+FULL_BATCH = {"local_steps": None, "local_epochs": None, "batch_size": None}
+BUSY = 600.0  # seconds to wait for a process that still works on an earlier order
+
+
+class Task(NamedTuple):
+    """What is asked of a node besides the vectors: the facts of an instruction."""
+
+    algorithm: dict[str, Any]  # name, numbers, options
+    training: dict[str, Any]  # local_steps, local_epochs, batch_size
+    seed: int
+    round: int
+    trip: int  # from 1
+    warm: bool  # a trip of the warm start
+    steps: int | None  # K, where the server forms from it what option II leaves unsent
+    number: int  # i
+
+    def build(self, factories: Iterable[Callable[..., Algorithm]]) -> Algorithm:
+        """The algorithm that is named, with its numbers checked as always."""
+        known = {factory.__name__: factory for factory in factories}
+        name = self.algorithm["name"]
+        if name not in known:
+            fix = "Pass your own factory to the client app too: factories=[...]."
+            raise refused("algorithm", f"one of {', '.join(known)}", repr(name), fix)
+        return known[name](**self.algorithm["numbers"], **self.algorithm["options"])
+
+    def exchange(self, algorithm: Algorithm) -> Exchange:
+        if not self.warm:
+            return algorithm.trips(self.steps)[self.trip - 1]
+        if algorithm.warm_start is None:
+            raise CovaryError(f"{algorithm.name} has no warm start")
+        return algorithm.warm_start
+
+
+class Privacy(NamedTuple):
+    """What is done to a change of the model, or to a gradient, before it is kept or sent."""
+
+    clip: float | None = None  # its norm is at most this
+    noise: float = 0.0  # then Gaussian noise is added, this times `clip` in every coordinate
+
+    @property
+    def used(self) -> bool:
+        return self.clip is not None
+
+
+class Node(Protocol):
+    """What a framework has to offer for the handlers below. Vectors come and go as NumPy arrays."""
+
+    size: int  # examples
+
+    @property
+    def x(self) -> np.ndarray: ...  # a vector of the model's length and type
+
+    @property
+    def buffers(self) -> dict[str, np.ndarray]: ...  # what is averaged beside the parameters
+
+    def steps(self, training: dict[str, Any]) -> int: ...  # K
+
+    def work(
+        self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
+    ) -> tuple[Any, Any, dict[str, np.ndarray], float]: ...  # up, client, buffers, drift
+
+    def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]: ...  # values, examples tested on
+
+
+def client_app(
+    problem: Problem | Callable[[Context], Problem],
+    *,
+    state: str | Path | None = None,
+    clip: float | None = None,
+    noise: float = 0.0,
+    factories: Iterable[Callable[..., Algorithm]] = (),
+) -> ClientApp:
+    """A Flower ClientApp for a JAX model: any algorithm that the server names, on this node's own data.
+
+    Args:
+        problem: this node's data and model, with one client in it, or a function of Flower's `Context` that builds
+            it; `context.node_config` has what the node was started with.
+        state: the folder for this node's control variate; by default the node's setting `state`, as in
+            `flower-supernode --node-config 'state="/var/lib/covary"'`. Algorithms without client state need none.
+        clip: the largest norm of a change of the model (and of a gradient) that leaves this node.
+        noise: Gaussian noise on top, as a multiple of `clip`, in every coordinate. Both are applied before anything
+            is kept or sent, so that what this node keeps is what the server counted.
+        factories: algorithms of your own that the server may name, beside covary's.
+
+    >>> import numpy as np, covary as cv
+    >>> from covary.flower import client_app
+    >>> def problem(context):  # this hospital's table
+    ...     rng = np.random.default_rng(context.node_config["partition-id"])
+    ...     x = rng.normal(size=(50, 3))
+    ...     data = cv.FederatedData.from_clients([(x, (x[:, 0] > 0).astype(int))])
+    ...     return cv.supervised(cv.models.logistic_regression(3, 2), data)
+    >>> app = client_app(problem)
+    """
+
+    def node(context: Context) -> Node:
+        return JaxNode(problem if isinstance(problem, Problem) else problem(context))
+
+    return build_app(node, state, checked_privacy(clip, noise), (*FACTORIES, *factories))
+
+
+def checked_privacy(clip: float | None, noise: float) -> Privacy:
+    non_negative("noise", noise)
+    if clip is None:
+        if noise:
+            raise refused("clip", "a norm where there is noise", None, "Noise is a multiple of it. Try clip=1.0.")
+        return Privacy()
+    positive("clip", clip)
+    return Privacy(float(clip), float(noise))
+
+
+def build_app(
+    node_of: Callable[[Context], Node],
+    state: str | Path | None,
+    privacy: Privacy,
+    factories: tuple[Callable[..., Algorithm], ...],
+) -> ClientApp:
+    """The handlers of a node, whatever its framework. What it will not do, it refuses with a reason in its reply."""
+    app = ClientApp()
+
+    def answer(work: Callable[[Message, Context, Node], RecordDict]) -> Callable[[Message, Context], Message]:
+        def handle(message: Message, context: Context) -> Message:
+            try:
+                content = work(message, context, node_of(context))
+            except StateLost as error:
+                content = pack({"lost": str(error)})
+            except (Refused, CovaryError) as error:
+                content = pack({"refused": str(error)})
+            return Message(content, reply_to=message)
+
+        return handle
+
+    @app.query()
+    @answer
+    def hello(message: Message, context: Context, node: Node) -> RecordDict:
+        facts = facts_of(message)
+        task = Task(**facts["task"])
+        task.build(factories)
+        _same_model(node, facts["d"], facts["dtype"])
+        if privacy.used and node.buffers:
+            names = ", ".join(node.buffers)
+            raise CovaryError(f"clip does not cover the averages of buffers ({names}). Use a model without them.")
+        found = {"size": node.size, "steps": node.steps(task.training), "buffers": sorted(node.buffers)}
+        return pack(found | {"partition": context.node_config.get("partition-id")})
+
+    @app.train()
+    @answer
+    def train(message: Message, context: Context, node: Node) -> RecordDict:
+        facts = facts_of(message)
+        task, order = Task(**facts["task"]), Order(**facts["order"])
+        algorithm = task.build(factories)
+        exchange, x = task.exchange(algorithm), node.x
+        _same_model(node, facts["d"], facts["dtype"])
+        if task.steps is not None and task.steps != node.steps(task.training):
+            raise CovaryError(f"this node takes {node.steps(task.training)} steps, and was counted on for {task.steps}")
+        down = exchange.broadcast(algorithm.init_server(x))
+        down = type(down)(**vectors_of(message, "down", down._asdict()))
+        buffers = vectors_of(message, "buffers", node.buffers)
+        start = algorithm.init_client(down.x)
+
+        def work(client: Any) -> tuple[Any, Any, dict[str, np.ndarray], float]:
+            return node.work(task, algorithm, down, client, buffers, privacy)
+
+        if not start:
+            up, _, buffers, drift = work(start)
+        else:
+            folder = _state_folder(state, context) / _job(order)
+            with held(folder, BUSY):
+                journal = ClientJournal(File(folder / "journal"))
+                fresh = {name: np.asarray(value, x.dtype) for name, value in start._asdict().items()}
+                client = type(start)(**journal.begin(order, lambda: fresh))
+                up, client, buffers, drift = work(client)
+                journal.prepare(order, {name: np.asarray(v, x.dtype) for name, v in client._asdict().items()})
+        reply = {"token": order.token, "drift": None if privacy.used else float(drift)}
+        return pack(reply, up=up._asdict(), buffers=buffers)
+
+    @app.evaluate()
+    @answer
+    def evaluate(message: Message, context: Context, node: Node) -> RecordDict:
+        facts = facts_of(message)
+        _same_model(node, facts["d"], facts["dtype"])
+        x = vectors_of(message, "down", {"x": node.x})["x"]
+        values, tested = node.evaluate(x, vectors_of(message, "buffers", node.buffers))
+        return pack({"values": {name: float(v) for name, v in values.items()}, "tested": tested})
+
+    return app
+
+
+def _same_model(node: Node, d: int, dtype: str) -> None:
+    x = node.x
+    if (len(x), str(x.dtype)) != (d, dtype):
+        raise CovaryError(
+            f"the server's model has {d} numbers of {dtype}, this node's has {len(x)} of {x.dtype}. Use one model, and "
+            "one setting of jax_enable_x64, on both."
+        )
+
+
+def _job(order: Order) -> str:
+    """The job's name, which names a folder: refused unless it is one that covary makes."""
+    if not re.fullmatch("[0-9a-f]{32}", order.job):
+        raise CovaryError(f"{order.job!r} is not the name of a job")
+    return order.job
+
+
+def _state_folder(state: str | Path | None, context: Context) -> Path:
+    folder = state if state is not None else context.node_config.get("state")
+    if not isinstance(folder, str | Path):
+        raise CovaryError(
+            "this node has no folder for its control variate. Start it with --node-config 'state=\"/some/folder\"', "
+            "another for each node, or pass state=... to the client app."
+        )
+    return Path(folder)
+
+
+class JaxNode:
+    """One client of a `Problem`, by the same compiled functions as in simulation."""
+
+    def __init__(self, problem: Problem):
+        if not isinstance(problem, Problem):
+            raise refused("problem", "a Problem", type(problem).__name__, "Build one with covary.supervised.")
+        if problem.n_clients != 1:
+            fix = "A node has its own data only: FederatedData.from_clients([(x, y)])."
+            raise refused("problem", "of one client", f"{problem.n_clients} clients", fix)
+        self.problem = problem
+        self.size = int(problem.data.sizes[0])
+        self.x, self.unravel = problem.start(None, 0)
+        self.buffers: dict[str, np.ndarray] = {}
+
+    def steps(self, training: dict[str, Any]) -> int:
+        return self._plan(training)[0].max_steps
+
+    def _plan(self, training: dict[str, Any]) -> tuple[Plan, Layout]:
+        plan, layout = make_plan(self.problem, algorithms.fedavg(1.0), None, **training, weights="uniform")
+        self.problem.refuse_other_losses(one_by_one=plan.ragged_batches)
+        return plan, layout
+
+    def _program(self, algorithm: Algorithm, training: dict[str, Any]) -> tuple[Program, World]:
+        plan, layout = self._plan(training)
+        program = Program(
+            recipe=algorithm.recipe or algorithm,
+            plan=plan,
+            loss=self.problem.loss,
+            metrics=self.problem.metrics,
+            evaluated=("loss", *self.problem.metric_names),
+            unravel=self.unravel,
+            chunk=1,
+            eval_every=1,
+            average=False,
+            place=Place((jax.devices()[0],), 1),
+            divisible=not self.problem.mixes_examples,
+        )
+        examples, tested_on = self.problem.on(program.place)
+        return program, World(examples, tested_on, None, layout, Target(0, 1.0, np.inf), 1.0)
+
+    def work(
+        self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
+    ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
+        program, world = self._program(algorithm, task.training)
+        run = _compiled_work(program, task.trip, task.warm, task.steps, privacy)
+        noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # nobody else knows it
+        key = np.asarray(jax.random.key_data(jax.random.key(task.seed)))
+        done = run(dict(algorithm.numbers), down, client, key, task.round, task.number, noise, world)
+        up, client, drift = jax.tree.map(np.asarray, done)
+        return up, client, buffers, float(drift)
+
+    def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
+        program, world = self._program(algorithms.fedavg(1.0), FULL_BATCH)
+        values = jax.jit(measure, static_argnums=0)(program, x, world)
+        test = self.problem.test
+        tested = self.size if test is None else len(jax.tree.leaves(test)[0])
+        return {name: float(value) for name, value in values.items()}, tested
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_work(
+    program: Program, trip: int, warm: bool, steps: int | None, privacy: Privacy
+) -> Callable[..., tuple[Any, Any, Any]]:
+    def work(numbers: Any, down: Any, client: Any, key: Any, r: Any, i: Any, noise: Any, world: World) -> Any:
+        algorithm = rebuild(program.recipe, numbers)
+        exchange = Task({}, {}, 0, 0, trip, warm, steps, 0).exchange(algorithm)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), r), trip)
+        guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
+        return work_of_client(program, exchange, down, key, world, True, i, 0, 0, client, guard)
+
+    return jax.jit(work)
+
+
+def _guard(privacy: Privacy, key: Any) -> Guard:
+    clip, noise = privacy
+    assert clip is not None
+
+    def guard(v: Any, which: int) -> Any:
+        v = v * (clip / jnp.maximum(jnp.linalg.norm(v), clip))
+        return v + noise * clip * jax.random.normal(jax.random.fold_in(key, which), v.shape, v.dtype)
+
+    return guard

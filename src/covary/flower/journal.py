@@ -1,0 +1,212 @@
+"""The protocol that keeps `c = mean(c_i)` through lost messages, crashes and restarts. Nothing here knows Flower.
+
+Presumed abort. A client's new state is *pending*, on its disk, before its upload is sent. The server counts the
+upload, writes that down together with the new x and c, and tells the client so in its next order, by the token of the
+upload. Only then does the pending state become the client's own; an order that names the token before it makes the
+client drop it. So a client's state and the server's c always speak of the same uploads, whoever died when.
+
+The client that can follow neither has lost its state. The sum over its c_i cannot be repaired then, and a new *epoch*
+begins: the server's c and every client's c_i start again from zero.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from covary.durable import Content
+from covary.errors import CovaryError
+
+Arrays = dict[str, np.ndarray]
+FORMAT = 1
+
+
+class Disk(Protocol):
+    """Where a journal is kept: `covary.durable.File`, or memory in tests."""
+
+    def read(self) -> Content | None: ...
+
+    def write(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None: ...
+
+
+class Order(NamedTuple):
+    """What the protocol adds to an instruction for one client."""
+
+    job: str
+    epoch: int
+    seq: int  # larger than any before it
+    token: str  # names the upload that answers this order
+    counted: str  # the token of this client's last upload that the server counted; "" if there is none in this epoch
+
+
+class Refused(Exception):
+    """An order that a client cannot follow."""
+
+
+class StateLost(Refused):
+    """The client does not have the state that the server counts on."""
+
+
+class ClientJournal:
+    """A client's state on its disk: committed, and pending until the server has counted the upload."""
+
+    def __init__(self, disk: Disk):
+        self.disk = disk
+        arrays, facts = disk.read() or ({}, {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": ""})
+        _readable(facts)
+        self.seq, self.epoch = facts["seq"], facts["epoch"]
+        self.token, self.pending_token = facts["committed"], facts["pending"]
+        self.committed = _part(arrays, "committed.")
+        self.pending = _part(arrays, "pending.")
+
+    def begin(self, order: Order, start: Callable[[], Arrays]) -> Arrays:
+        """The state to work from, settled by what the server has counted. Nothing is written yet."""
+        if order.seq <= self.seq or order.epoch < self.epoch:
+            raise Refused(f"stale: order {order.seq} of epoch {order.epoch} after {self.seq} of epoch {self.epoch}")
+        committed, token = self.committed, self.token
+        pending, pending_token = self.pending, self.pending_token
+        if order.epoch > self.epoch:
+            committed, token, pending_token = start(), "", ""
+        if pending_token and order.counted == pending_token:
+            committed, token = pending, pending_token
+        elif order.counted != token:
+            raise StateLost(
+                f"the server counts on upload {order.counted or '(none)'}, this disk has {token or '(none)'}"
+            )
+        self.committed, self.token, self.epoch = committed, token, order.epoch
+        return committed
+
+    def prepare(self, order: Order, pending: Arrays) -> None:
+        """Put the new state on the disk, pending; the upload may be sent when this returns."""
+        facts = {
+            "format": FORMAT,
+            "seq": order.seq,
+            "epoch": order.epoch,
+            "committed": self.token,
+            "pending": order.token,
+        }
+        arrays = {f"committed.{name}": array for name, array in self.committed.items()}
+        arrays |= {f"pending.{name}": array for name, array in pending.items()}
+        self.disk.write(arrays, facts)
+        self.seq, self.pending, self.pending_token = order.seq, pending, order.token
+
+    def state(self, epoch: int, counted: str) -> Arrays | None:
+        """The state that the server counts on, for an audit; None if this client has none in this epoch."""
+        if epoch == self.epoch and counted and counted == self.pending_token:
+            return self.pending
+        if epoch == self.epoch and counted == self.token:
+            return self.committed
+        if counted:
+            raise StateLost(f"the server counts on upload {counted}, which is not on this disk")
+        return None
+
+
+class Member(NamedTuple):
+    """A client as the server knows it."""
+
+    number: int  # i, which decides its batches
+    size: int  # examples, when it joined
+    steps: int  # K_i
+    counted: str = ""
+    absent: int = 0  # rounds in a row in which it was not there
+
+
+class Ledger:
+    """The server's state on its disk: x, c, the members, and which uploads are counted in them.
+
+    Every method that changes what clients must agree with writes it down before it returns, so that nothing is sent
+    that a crash could make untrue.
+    """
+
+    def __init__(self, disk: Disk, arrays: Arrays, facts: dict[str, Any]):
+        self.disk, self.arrays = disk, arrays
+        self.job: str = facts["job"]
+        self.fence: int = facts["fence"]
+        self.epoch: int = facts["epoch"]
+        self.round: int = facts["round"]  # rounds done
+        self.trip: int = facts["trip"]  # trips done of the round after it
+        self.cohort: list[str] = facts["cohort"]  # of that round, once its first trip is counted
+        self.warm: list[str] = facts["warm"]  # those whose controls a warm start has set
+        self.members = {name: Member(*fields) for name, fields in facts["members"].items()}
+        self.settings: dict[str, Any] = facts["settings"]
+        self.row: dict[str, Any] = facts["row"]  # what is known of the last round, for the history
+        self._sent = 0
+
+    @classmethod
+    def create(cls, disk: Disk, arrays: Arrays, settings: dict[str, Any]) -> Ledger:
+        """A new job."""
+        facts = {"job": secrets.token_hex(16), "fence": 0, "epoch": 0, "round": 0, "trip": 0, "cohort": [], "warm": []}
+        ledger = cls(disk, arrays, facts | {"members": {}, "settings": settings, "row": {}})
+        ledger._take_over()
+        return ledger
+
+    @classmethod
+    def resume(cls, disk: Disk) -> Ledger:
+        """The job as its last server left it. Orders of that server, should it still live, are stale from now on."""
+        found = disk.read()
+        if found is None:
+            raise CovaryError("There is no checkpoint to resume. Start without resume, or give the folder of one.")
+        arrays, facts = found
+        _readable(facts)
+        ledger = cls(disk, arrays, facts)
+        ledger._take_over()
+        return ledger
+
+    def _take_over(self) -> None:
+        self.fence += 1
+        self.write()
+
+    def write(self) -> None:
+        facts = {name: getattr(self, name) for name in ("job", "fence", "epoch", "round", "trip", "cohort", "warm")}
+        facts |= {"members": self.members, "settings": self.settings, "row": self.row, "format": FORMAT}
+        self.disk.write(self.arrays, facts)
+
+    def order(self, name: str) -> Order:
+        """The next order for a member."""
+        self._sent += 1
+        seq = self.fence * 2**32 + self._sent
+        return Order(self.job, self.epoch, seq, secrets.token_hex(8), self.members[name].counted)
+
+    def count(self, tokens: Mapping[str, str], arrays: Arrays, **position: Any) -> None:
+        """Count these members' uploads, which the new arrays contain, and move on to a position in the rounds."""
+        for name, token in tokens.items():
+            self.members[name] = self.members[name]._replace(counted=token)
+        self.arrays = arrays
+        for name, value in position.items():
+            setattr(self, name, value)
+        self.write()
+
+    def reset(self, arrays: Arrays, leaving: tuple[str, ...] = ()) -> None:
+        """Begin a new epoch, in which every client's state starts anew, without those who left for good."""
+        stay = [name for name in self.members if name not in leaving]
+        self.members = {name: self.members[name]._replace(counted="", number=i) for i, name in enumerate(stay)}
+        self.arrays, self.epoch = arrays, self.epoch + 1
+        self.trip, self.cohort = 0, []
+        self.warm = []
+        self.write()
+
+    def join(self, newcomers: Mapping[str, Member], arrays: Arrays) -> None:
+        """Take in new members, whose states are zero; the arrays have c scaled to the mean over all."""
+        self.members |= newcomers
+        self.arrays = arrays
+        self.write()
+
+    def weights(self, by_examples: bool) -> dict[str, float]:
+        """p_i of every member."""
+        mass = {name: float(member.size) if by_examples else 1.0 for name, member in self.members.items()}
+        return {name: value / sum(mass.values()) for name, value in mass.items()}
+
+
+def _part(arrays: Arrays, prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _readable(facts: Mapping[str, Any]) -> None:
+    if facts.get("format") != FORMAT:
+        raise CovaryError(
+            f"This journal has format {facts.get('format')}, and this covary reads format {FORMAT}. "
+            "Use the version of covary that wrote it."
+        )

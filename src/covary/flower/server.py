@@ -1,0 +1,682 @@
+"""The server's part: rounds among the nodes that are there, written down before anything more is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from jax.flatten_util import ravel_pytree
+from rich.console import Console
+
+from covary.algorithm import Algorithm, Exchange
+from covary.checks import positive, whole
+from covary.cohort import sample
+from covary.durable import File, held
+from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.flower.journal import Ledger, Member, Order
+from covary.flower.wire import FACTS, bytes_of, facts_of, pack, vectors_of
+from covary.job import direction
+from covary.plan import cohort_size
+from covary.report.folder import RunFolder
+from covary.simulate import Run
+
+console = Console(highlight=False, soft_wrap=True)
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a deployed run goes. Those with a twin in `covary.simulate` mean the same."""
+
+    rounds: int
+    clients_per_round: int | float | None = None
+    local_steps: int | None = None
+    local_epochs: int | None = None
+    batch_size: int | float | None = None
+    seed: int = 0
+    warm_start: bool = False
+    weights: str = "uniform"
+    target: str | None = None  # such as "accuracy >= 0.9"
+    eval_every: int = 1  # on all nodes that are there; 0 for never
+    min_clients: int = 2  # nodes to wait for before the first round
+    min_replies: int = 1  # a round with fewer is abandoned and tried again
+    round_timeout: float = 600.0  # seconds for a trip; who is later is left out
+    patience: float = 600.0  # seconds without a finished round, or without enough nodes, until the server gives up
+    forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
+    largest: float = 1e6  # uploads with larger numbers are refused
+    checkpoint: str | Path = "checkpoint"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "min_clients", "min_replies"):
+            whole(name, getattr(self, name), 1)
+        whole("eval_every", self.eval_every, 0)
+        whole("seed", self.seed, 0, most=2**32 - 1)
+        for name in ("round_timeout", "patience", "largest"):
+            positive(name, getattr(self, name))
+        if self.forget_after is not None:
+            whole("forget_after", self.forget_after, 1)
+        if self.weights not in ("uniform", "examples"):
+            fix = "The paper's f is the uniform mean."
+            raise refused("weights", '"uniform" or "examples"', repr(self.weights), fix)
+        if self.local_steps is not None and self.local_epochs is not None:
+            came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
+            raise CovaryError(f"{came} exclude each other. Give one of them.")
+        if self.target is not None:
+            _target(self.target)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("local_steps", "local_epochs", "batch_size")}
+
+
+def server_app(
+    algorithm: Algorithm,
+    model: Any,
+    *,
+    rounds: int,
+    evaluate: Callable[[np.ndarray], Mapping[str, float]] | None = None,
+    **settings: Any,
+) -> ServerApp:
+    """A Flower ServerApp that runs an algorithm among the nodes that are connected.
+
+    `flwr run . --run-config 'rounds=20 eta-l=0.05 resume=true'` overrides what is given here: every setting below, and
+    every number of the algorithm, goes by its name with dashes, if the app's `pyproject.toml` lists it.
+
+    Args:
+        algorithm: from `covary.scaffold(...)` and its like.
+        model: where to start: a covary model (its `init`), a PyTorch module, or parameters.
+        rounds: communication rounds, those of the warm start included.
+        evaluate: `evaluate(x) -> dict of numbers`, measured by the server itself at the flat vector x.
+        settings: `clients_per_round local_steps local_epochs batch_size seed warm_start weights eval_every` as in
+            `covary.simulate`; `target` as a text, "accuracy >= 0.9"; and `min_clients` (nodes to wait for before the
+            first round, 2), `min_replies` (a round with fewer is abandoned and tried again, 1), `round_timeout`
+            (seconds, 600), `patience` (seconds without progress until the server gives up, 600), `forget_after`
+            (rounds of absence after which a node counts as gone for good, never), `largest` (uploads with larger
+            numbers are refused, 1e6), `checkpoint` (a folder), `resume` (go on from it, False).
+
+    >>> import covary as cv
+    >>> from covary.flower import server_app
+    >>> model = cv.models.logistic_regression(64, 10)
+    >>> app = server_app(cv.scaffold(eta_l=0.3), model, rounds=20, local_steps=10, checkpoint="/tmp/digits")
+    """
+    chosen = _settings(rounds, settings)
+    if not isinstance(algorithm, Algorithm):
+        raise refused("algorithm", "an Algorithm", type(algorithm).__name__, "Try covary.scaffold(eta_l=0.1).")
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        wanted = {str(name).replace("-", "_"): value for name, value in context.run_config.items()}
+        ours = {f.name for f in fields(Settings)}
+        overridden = replace(chosen, **{name: value for name, value in wanted.items() if name in ours})
+        serve(grid, _with_numbers(algorithm, wanted), model, overridden, evaluate)
+
+    return app
+
+
+def _settings(rounds: int, others: Mapping[str, Any]) -> Settings:
+    known = {f.name for f in fields(Settings)}
+    for name in others:
+        if name not in known:
+            raise refused("settings", f"among {', '.join(sorted(known))}", repr(name), "Check the spelling.")
+    return Settings(rounds, **others)
+
+
+def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
+    import covary
+
+    changed = {name: float(wanted[name]) for name in algorithm.numbers if name in wanted}
+    if not changed or algorithm.recipe is None:
+        return algorithm
+    factory = getattr(covary, algorithm.recipe[0].__name__, None)
+    if factory is None:
+        raise CovaryError(f"{', '.join(changed)} of an algorithm of your own cannot be set from the run configuration.")
+    return factory(**{**algorithm.numbers, **changed}, **dict(algorithm.recipe[1]))
+
+
+def serve(
+    grid: Grid,
+    algorithm: Algorithm,
+    model: Any,
+    settings: Settings,
+    evaluate: Callable[[np.ndarray], Mapping[str, float]] | None = None,
+) -> Run:
+    """Run the rounds over a grid and return what `simulate` would: for a ServerApp of your own, or for tests."""
+    folder = Path(settings.checkpoint)
+    with held(folder):
+        return Server(grid, algorithm, model, settings, evaluate, folder).run()
+
+
+class Reply(NamedTuple):
+    token: str
+    up: Any  # the algorithm's NamedTuple
+    buffers: Arrays
+    drift: float
+
+
+class Server:
+    """One server at work on one checkpoint."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        algorithm: Algorithm,
+        model: Any,
+        settings: Settings,
+        evaluate: Callable[[np.ndarray], Mapping[str, float]] | None,
+        folder: Path,
+    ):
+        self.grid, self.algorithm, self.settings, self.measure_here = grid, algorithm, settings, evaluate
+        x, buffers, self.unravel = _start(model, settings.seed)
+        self.spec = _spec(algorithm)
+        if algorithm.lockstep and settings.clients_per_round is not None:
+            came = f"clients_per_round={settings.clients_per_round}"
+            fix = "Leave it out, or use scaffold."
+            raise refused("clients_per_round", f"None: {algorithm.name} needs every client every round", came, fix)
+        if settings.warm_start and algorithm.warm_start is None:
+            raise refused("warm_start", "False", "True", f"{algorithm.name} has no controls that a gradient can set.")
+        self.ledger = self._ledger(folder, x, buffers)
+        self.history = RunFolder(folder)
+        self.refused: dict[str, int] = {}  # nodes that are not let in, by name
+        self.attempt = 0
+
+    def _ledger(self, folder: Path, x: np.ndarray, buffers: Arrays) -> Ledger:
+        disk, s = File(folder / "ledger"), self.settings
+        identity = {
+            "algorithm": str(self.algorithm),
+            "training": s.training,
+            "clients_per_round": s.clients_per_round,
+            "seed": s.seed,
+            "warm_start": s.warm_start,
+            "weights": s.weights,
+            "model": f"{len(x)} numbers of {x.dtype}",
+            "buffers": sorted(buffers),
+            "invariant": list(self.algorithm.invariant or ()),
+        }
+        if not s.resume:
+            if (folder / "ledger").exists():
+                raise refused(
+                    "checkpoint", "a new folder", str(folder), "To go on from what is there, use resume=true."
+                )
+            return Ledger.create(disk, _named("server.", self.algorithm.init_server(x)) | _prefixed(buffers), identity)
+        ledger = Ledger.resume(disk)
+        for name, value in identity.items():
+            if ledger.settings.get(name) != value:
+                raise CovaryError(
+                    f"The checkpoint in {folder} was made with {name} = {ledger.settings.get(name)}, and this run has "
+                    f"{value}. Resume with the same settings, or start anew in another folder."
+                )
+        console.print(f"Resumed from {folder} after round {ledger.round}.")
+        return ledger
+
+    # What the ledger's arrays are
+
+    @property
+    def server(self) -> Any:
+        kind = type(self.algorithm.init_server(self.ledger.arrays["server.x"]))
+        return kind(**{name: self.ledger.arrays[f"server.{name}"] for name in kind._fields})
+
+    @property
+    def buffers(self) -> Arrays:
+        arrays = self.ledger.arrays
+        return {name.removeprefix("buffers."): a for name, a in arrays.items() if name.startswith("buffers.")}
+
+    # Rounds
+
+    def run(self) -> Run:
+        s, ledger = self.settings, self.ledger
+        self._drop_uncounted_rows()
+        reached = self._finish_row(self._online()) if ledger.round else False
+        diverged = False
+        since = time.monotonic()
+        while ledger.round < s.rounds and not reached and not diverged:
+            online = self._meet()
+            started, before = time.monotonic(), ledger.round
+            diverged = not self._round(online)
+            if ledger.round > before:
+                self.attempt, since = 0, time.monotonic()
+                ledger.row["seconds"] = round(since - started, 3)
+                reached = self._finish_row(online)
+                self._forget()
+            elif not diverged:
+                self.attempt += 1
+                if time.monotonic() - since > s.patience:
+                    raise CovaryError(
+                        f"No round could be finished for {s.patience:g} s; the last was round {ledger.round}. See the "
+                        "log for what each node said. Nothing is lost: start again with resume=true."
+                    )
+                time.sleep(min(1.0, s.patience / 10))
+        server = self.server
+        if diverged:
+            text = f"{self.algorithm} left the finite numbers in round {ledger.round + 1}. The last good state is kept."
+            warnings.warn(f"{text} Try a smaller eta_l.", DivergenceWarning, stacklevel=2)
+        return Run(
+            algorithm=self.algorithm,
+            params=self.unravel(server.x),
+            x=server.x,
+            server=server,
+            clients=None,  # on the clients' own disks
+            history=_columns(self.history.read() if self.history.results.is_file() else []),
+            reached=ledger.round if reached else None,
+            diverged=ledger.round + 1 if diverged else None,
+        )
+
+    def _round(self, online: dict[str, int]) -> bool:
+        """One round, as far as it goes. False if it left the finite numbers."""
+        ledger, s = self.ledger, self.settings
+        r = ledger.round + 1
+        warm = self._unvisited(online)
+        trips, steps = self._trips(bool(warm))
+        cohort = [name for name in ledger.cohort if name in online] if ledger.trip else self._cohort(r, online, warm)
+        row: dict[str, Any] = {"round": r, "epoch": ledger.epoch, "bytes_down": 0, "bytes_up": 0, "asked": len(cohort)}
+        if ledger.trip:
+            row |= {name: ledger.row[name] for name in ("bytes_down", "bytes_up", "asked")}
+        drift, lost = 0.0, set()
+        for number in range(ledger.trip + 1, len(trips) + 1):
+            trip = trips[number - 1]
+            facts = {"seed": s.seed, "round": r, "trip": number, "warm": bool(warm), "steps": steps}
+            replies, gone, traffic = self._ask(trip, facts, {name: online[name] for name in cohort})
+            lost |= gone
+            for name, count in zip(("bytes_down", "bytes_up"), traffic, strict=True):
+                row[name] += count
+            if len(replies) < (len(ledger.members) if self.algorithm.lockstep else s.min_replies):
+                console.print(f"Round {r}: {len(replies)} of {len(cohort)} replied, too few. It is tried again.")
+                if ledger.trip:
+                    ledger.count({}, ledger.arrays, trip=0, cohort=[])
+                break
+            arrays = merge(trip, self.server, replies, ledger.weights(s.weights == "examples"))
+            if not all(np.isfinite(array).all() for array in arrays.values()):
+                return False
+            drift += float(np.mean([reply.drift for reply in replies.values()]))
+            cohort = list(replies)
+            tokens = {name: reply.token for name, reply in replies.items()}
+            if number < len(trips):
+                ledger.count(tokens, arrays, trip=number, cohort=cohort, row=row)
+                continue
+            row |= {
+                "drift": drift if math.isfinite(drift) else None,
+                "cohort": sorted(ledger.members[name].number for name in cohort),
+            }
+            for name, member in ledger.members.items():
+                ledger.members[name] = member._replace(absent=0 if name in online else member.absent + 1)
+            visited = ledger.warm + (cohort if warm else [])
+            ledger.count(tokens, arrays, round=r, trip=0, cohort=[], warm=visited, row=row)
+        if lost:
+            self._reset(f"{', '.join(sorted(lost))} lost its control variate")
+        return True
+
+    def _trips(self, warm: bool) -> tuple[tuple[Exchange, ...], int | None]:
+        """This round's trips, and K where the server can form from it what option II leaves unsent."""
+        steps = {member.steps for member in self.ledger.members.values()}
+        by_examples = self.settings.weights == "examples" and len({m.size for m in self.ledger.members.values()}) > 1
+        K = steps.pop() if len(steps) == 1 and not by_examples else None
+        if warm:
+            assert self.algorithm.warm_start is not None
+            return (self.algorithm.warm_start,), K
+        return self.algorithm.trips(K), K
+
+    def _unvisited(self, online: dict[str, int]) -> list[str]:
+        """Members that a warm start has still to visit."""
+        if not self.settings.warm_start:
+            return []
+        return [name for name in self._by_number(online) if name not in self.ledger.warm]
+
+    def _by_number(self, names: Any) -> list[str]:
+        return sorted(names, key=lambda name: self.ledger.members[name].number)
+
+    def _cohort(self, r: int, online: dict[str, int], warm: list[str]) -> list[str]:
+        """Uniform among those that are there: when all are, simulation's own draw."""
+        S = cohort_size(self.settings.clients_per_round, len(self.ledger.members))
+        if warm:
+            return warm[:S]
+        there = self._by_number(online)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed), r), 0)
+        if self.attempt:
+            key = jax.random.fold_in(key, self.attempt)
+        return [there[k] for k in np.asarray(sample(key, len(there), min(S, len(there))))]
+
+    def _ask(
+        self, trip: Exchange, facts: dict[str, Any], nodes: dict[str, int]
+    ) -> tuple[dict[str, Reply], set[str], tuple[int, int]]:
+        """One trip: the replies that may be counted, who has lost its state, and the bytes down and up."""
+        server, members = self.server, self.ledger.members
+        down = trip.broadcast(server)
+        orders = {name: self.ledger.order(name) for name in nodes}
+        like = upload_like(trip, self.algorithm, server)
+        shared = pack({}, down=down._asdict(), buffers=self.buffers)
+        contents = {}
+        for name, order in orders.items():
+            task = facts | {"algorithm": self.spec, "training": self.settings.training, "number": members[name].number}
+            contents[name] = self._instruction(shared, {"task": task, "order": order._asdict()})
+        lost, up = set(), 0
+
+        def look(name: str, message: Message, facts: dict[str, Any]) -> Reply | None:
+            nonlocal up
+            up += bytes_of(message.content)
+            if "lost" in facts:
+                console.print(f"{name} has lost its state: {str(facts['lost'])[:200]}", markup=False)
+                lost.add(name)
+                return None
+            return self._checked(message, facts, orders[name], like)
+
+        replies = self._exchange("train", nodes, contents, look, group=str(facts["round"]))
+        counted = {name: replies[name] for name in self._by_number(replies) if replies[name] is not None}
+        return counted, lost, (sum(bytes_of(content) for content in contents.values()), up)
+
+    def _checked(self, message: Message, answer: dict[str, Any], order: Order, like: Any) -> Reply:
+        if answer.get("token") != order.token:
+            raise CovaryError(f"its token is {str(answer.get('token'))[:40]!r}, which it was not given")
+        up = type(like)(**vectors_of(message, "up", like._asdict(), self.settings.largest))
+        buffers = vectors_of(message, "buffers", self.buffers, self.settings.largest)
+        drift = answer.get("drift")
+        return Reply(order.token, up, buffers, float(drift) if isinstance(drift, float | int) else math.nan)
+
+    def _instruction(self, shared: RecordDict, facts: dict[str, Any]) -> RecordDict:
+        x = self.ledger.arrays["server.x"]
+        own = pack(facts | {"d": len(x), "dtype": str(x.dtype)})
+        return RecordDict({**shared, FACTS: own[FACTS]})
+
+    def _exchange(
+        self,
+        kind: str,
+        nodes: Mapping[str, int],
+        contents: Mapping[str, RecordDict],
+        look: Callable[[str, Message, dict[str, Any]], Any],
+        group: str = "",
+    ) -> dict[str, Any]:
+        """Send, and look at each reply as it comes, until all are there or time is up.
+
+        Who reports an error, is refused at the look, or does not answer is named in the log and left out.
+        """
+        names = list(nodes)
+        messages = [
+            Message(
+                contents[n], dst_node_id=nodes[n], message_type=kind, ttl=self.settings.round_timeout, group_id=group
+            )
+            for n in names
+        ]
+        sent = self.grid.push_messages(messages) if messages else []
+        waiting = {str(i): name for i, name in zip(sent, names, strict=False) if i is not None}
+        seen: dict[str, Any] = {}
+        for name in set(names) - set(waiting.values()):
+            console.print(f"{name}: its message could not be sent.")
+        deadline, pause = time.monotonic() + self.settings.round_timeout, 0.02
+        while waiting and time.monotonic() < deadline:
+            for message in self.grid.pull_messages(list(waiting)):
+                name = waiting.pop(message.metadata.reply_to_message_id, None)
+                if name is None:
+                    console.print("A second reply to one message was dropped.")
+                    continue
+                try:
+                    if message.has_error():
+                        raise CovaryError(f"{message.error.reason} (error {message.error.code})")
+                    facts = facts_of(message)
+                    if "refused" in facts:
+                        raise CovaryError(f"it refuses: {facts['refused']}")
+                    seen[name] = look(name, message, facts)
+                except CovaryError as error:
+                    console.print(f"{name} is left out: {str(error)[:300]}", markup=False)
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+        for name in waiting.values():
+            console.print(f"{name} is left out: no reply in {self.settings.round_timeout:g} s.")
+        return seen
+
+    # Members
+
+    def _online(self) -> dict[str, int]:
+        """Members that are there, with their nodes' ids."""
+        found = {identity(info): info.node_id for info in self.grid.get_nodes()}
+        return {name: node for name, node in found.items() if name in self.ledger.members}
+
+    def _meet(self) -> dict[str, int]:
+        """Let new nodes in, and wait until enough are there."""
+        s, deadline, told = self.settings, time.monotonic() + self.settings.patience, False
+        least = len(self.ledger.members) if self.algorithm.lockstep else s.min_replies
+        while True:
+            nodes = {identity(info): info.node_id for info in self.grid.get_nodes()}
+            strangers = {
+                name: node
+                for name, node in nodes.items()
+                if name not in self.ledger.members and self.refused.get(name) != node
+            }
+            if strangers:
+                self._let_in(strangers)
+            online = {name: node for name, node in nodes.items() if name in self.ledger.members}
+            enough = max(least, s.min_clients if not self.ledger.round else 1)
+            if len(online) >= enough:
+                return online
+            if not told:
+                console.print(f"{len(online)} nodes are there; waiting for {enough}.")
+                told = True
+            if time.monotonic() > deadline:
+                raise CovaryError(
+                    f"{len(online)} nodes are there, {enough} are needed, after {s.patience:g} s. Check that the nodes "
+                    "are up and registered. Nothing is lost: start again with resume=true."
+                )
+            time.sleep(0.5)
+
+    def _let_in(self, strangers: dict[str, int]) -> None:
+        """Ask nodes that nobody knows yet for their number of examples and steps, and make them members."""
+        task = {"algorithm": self.spec, "training": self.settings.training, "seed": self.settings.seed}
+        task |= {"round": self.ledger.round, "trip": 1, "warm": False, "steps": None, "number": 0}
+        question = self._instruction(RecordDict(), {"task": task})
+        self.refused |= strangers
+
+        def look(name: str, message: Message, facts: dict[str, Any]) -> tuple[Any, str, int, int]:
+            size, steps = whole("size", facts.get("size"), 1), whole("steps", facts.get("steps"), 1)
+            if facts.get("buffers") != sorted(self.buffers):
+                raise CovaryError(f"its buffers are {facts.get('buffers')}, the server's are {sorted(self.buffers)}")
+            partition = facts.get("partition")
+            return partition if isinstance(partition, int) else math.inf, name, size, steps
+
+        found = list(self._exchange("query", strangers, dict.fromkeys(strangers, question), look).values())
+        found.sort()
+        first = len(self.ledger.members)
+        newcomers = {name: Member(first + k, size, steps) for k, (_, name, size, steps) in enumerate(found)}
+        if not newcomers:
+            return
+        for name in newcomers:
+            del self.refused[name]
+        arrays = dict(self.ledger.arrays)
+        invariant = self.algorithm.invariant
+        by_examples = self.settings.weights == "examples"
+        old, new = (
+            float(sum(m.size if by_examples else 1 for m in group.values()))
+            for group in (self.ledger.members, self.ledger.members | newcomers)
+        )
+        if invariant is not None:  # c is the mean over more clients, of which the new ones have zero
+            field = f"server.{invariant[0]}"
+            arrays[field] = arrays[field] * arrays[field].dtype.type(old / new)
+        self.ledger.join(newcomers, arrays)
+        console.print(f"{', '.join(newcomers)} joined: {len(self.ledger.members)} members.")
+        has_state = bool(self.algorithm.init_client(self.server.x))
+        if first and invariant is None and has_state:
+            self._reset("a member joined, and this algorithm's states depend on all")
+
+    def _reset(self, why: str, leaving: tuple[str, ...] = ()) -> None:
+        server = _named("server.", self.algorithm.init_server(self.server.x))
+        self.ledger.reset(self.ledger.arrays | server, leaving)
+        console.print(f"Epoch {self.ledger.epoch} begins: {why}. All control variates start again from zero.")
+
+    def _forget(self) -> None:
+        limit = self.settings.forget_after
+        gone = tuple(name for name, m in self.ledger.members.items() if limit is not None and m.absent >= limit)
+        if gone:
+            self._reset(f"{', '.join(gone)} left for good", gone)
+
+    # History
+
+    def _finish_row(self, online: dict[str, int]) -> bool:
+        """Measure the round just done, if that is due, and write its row, unless it is written. True at the target."""
+        s, row = self.settings, dict(self.ledger.row)
+        rows = self.history.read() if self.history.results.is_file() else []
+        if rows and rows[-1]["round"] == row["round"]:
+            row = rows[-1]
+        else:
+            if s.eval_every and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds):
+                row |= self._evaluate(online)
+            self.history.append(row)
+            shown = "  ".join(f"{name} {row[name]:.4g}" for name in _measured(row))
+            console.print(
+                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {shown}  "
+                f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
+            )
+        if s.target is None:
+            return False
+        name, sign, value = _target(s.target)
+        return sign * (row.get(name, math.nan) - value) >= 0
+
+    def _evaluate(self, online: dict[str, int]) -> dict[str, float]:
+        x = self.server.x
+        p = self.ledger.weights(self.settings.weights == "examples")
+        content = self._instruction(pack({}, down={"x": x}, buffers=self.buffers), {})
+        totals: dict[str, list[float]] = {}
+
+        def look(name: str, message: Message, facts: dict[str, Any]) -> None:
+            tested, found = whole("tested", facts.get("tested"), 1), facts.get("values")
+            if not isinstance(found, dict) or not all(
+                isinstance(v, float) and math.isfinite(v) for v in found.values()
+            ):
+                raise CovaryError("its values are not finite numbers")
+            for metric, value in found.items():
+                weight = p[name] if metric == "loss" else float(tested)
+                total = totals.setdefault(metric, [0.0, 0.0])
+                total[0], total[1] = total[0] + weight * value, total[1] + weight
+
+        self._exchange("evaluate", online, dict.fromkeys(online, content), look)
+        values = {metric: total / weight for metric, (total, weight) in totals.items()}
+        if self.measure_here is not None:
+            values |= {name: float(value) for name, value in self.measure_here(x).items()}
+        return values
+
+    def _drop_uncounted_rows(self) -> None:
+        if self.history.results.is_file():
+            self.history.drop_torn_line()
+
+
+def identity(info: Any) -> str:
+    """A node's name: its public key's fingerprint. It is the same after a restart if the key was registered."""
+    if info.public_key:
+        return hashlib.sha256(info.public_key.encode()).hexdigest()[:16]
+    return f"node-{info.node_id}"
+
+
+def merge(trip: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[str, float]) -> Arrays:
+    """The server's arrays after a trip: what `aggregate` makes of the mean of those that replied, and the mean buffers.
+
+    As in simulation, each of them stands for N / |S| clients; in a trip that goes together, weights sum to one.
+    """
+    fraction = len(replies) / len(p)
+    weights = {name: p[name] / fraction for name in replies}
+    total = sum(weights.values())
+    v = {name: w / total for name, w in weights.items()} if trip.together else weights
+    first = next(iter(replies.values()))
+    mean = first.up._replace(
+        **{field: _mean({n: getattr(r.up, field) for n, r in replies.items()}, v) for field in first.up._fields}
+    )
+    new = trip.aggregate(server, mean, fraction)
+    typed = type(server)(*(np.asarray(a, old.dtype) for a, old in zip(new, server, strict=True)))
+    averaged = {
+        name: _mean({n: r.buffers[name] for n, r in replies.items()}, {n: w / total for n, w in weights.items()})
+        for name in first.buffers
+    }
+    return _named("server.", typed) | _prefixed(averaged)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _mean(arrays: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
+    """The weighted sum, in float64 whatever the arrays are."""
+    total = sum(weights[name] * np.asarray(array, np.float64) for name, array in arrays.items())
+    return np.asarray(total, next(iter(arrays.values())).dtype)
+
+
+def _named(prefix: str, state: Any) -> Arrays:
+    return {f"{prefix}{name}": np.asarray(value, state[0].dtype) for name, value in state._asdict().items()}
+
+
+def _prefixed(buffers: Arrays) -> Arrays:
+    return {f"buffers.{name}": array for name, array in buffers.items()}
+
+
+def _start(model: Any, seed: int) -> tuple[np.ndarray, Arrays, Callable[[Any], Any]]:
+    """x^0, the buffers, and the way from x to the model's own form."""
+    if hasattr(model, "named_parameters"):
+        from covary.flower.torch import flat_parameters, float_buffers
+
+        return flat_parameters(model), float_buffers(model), lambda x: x
+    if hasattr(model, "init"):
+        model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
+    x, unravel = ravel_pytree(jax.tree.map(np.asarray, model))
+    x = np.asarray(x)
+    if x.dtype.kind != "f" or not x.size or not np.isfinite(x).all():
+        came = f"{x.size} numbers of {x.dtype}"
+        raise refused("model", "a model, a PyTorch module or finite parameters", came, "Try covary.models.")
+    return x, {}, lambda x: jax.tree.map(np.asarray, unravel(x))
+
+
+def _spec(algorithm: Algorithm) -> dict[str, Any]:
+    """How a node builds the same algorithm."""
+    if algorithm.recipe is None:
+        fix = "Make it with a function marked by @covary.algorithm.factory, and name that to the client app too."
+        raise refused("algorithm", "made by a factory", algorithm.name, fix)
+    build, options = algorithm.recipe
+    return {"name": build.__name__, "numbers": dict(algorithm.numbers), "options": dict(options)}
+
+
+def upload_like(trip: Exchange, algorithm: Algorithm, server: Any) -> Any:
+    """The form of an upload: what `finish` makes of vectors of the right length."""
+    down, client = trip.broadcast(server), algorithm.init_client(server[0])
+
+    def grad(y: Any) -> Any:
+        return y
+
+    up, _ = trip.finish(trip.start(down, client, grad), down, client, grad, 1)
+    return type(up)(*(np.asarray(value, server[0].dtype) for value in up))
+
+
+def _target(text: str) -> tuple[str, float, float]:
+    """ "accuracy >= 0.9" as a name, +1 to rise or -1 to fall, and the value."""
+    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)?\s*([-+.\de]+)\s*", text) if isinstance(text, str) else None
+    try:
+        if found is None:
+            raise ValueError
+        name, way, value = found[1], found[2], float(found[3])
+    except ValueError:
+        raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.") from None
+    return name, {"<=": -1.0, ">=": 1.0, None: direction(name)}[way], value
+
+
+NOT_MEASURED = ("round", "epoch", "asked", "cohort", "bytes_up", "bytes_down", "seconds")
+
+
+def _measured(row: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in row.items() if name not in NOT_MEASURED and isinstance(value, float)]
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The history in simulation's form: one array a column, cohorts padded with -1, NaN where nothing was measured."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    widest = max((len(row["cohort"]) for row in rows), default=0)
+    columns = {}
+    for name in names:
+        if name == "cohort":
+            columns[name] = np.array([row[name] + [-1] * (widest - len(row[name])) for row in rows])
+        else:
+            columns[name] = np.array([math.nan if row.get(name) is None else row[name] for row in rows])
+    return columns

@@ -1,0 +1,80 @@
+"""What crosses the wire, as Flower records: vectors under the paper's names, and one record of plain facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from covary.errors import CovaryError
+
+FACTS = "covary"
+
+
+def pack(facts: Mapping[str, Any], **vectors: Mapping[str, Any]) -> RecordDict:
+    """Facts, and groups of vectors by name, as the content of a message."""
+    content = RecordDict({FACTS: ConfigRecord({"facts": json.dumps(facts)})})
+    for group, arrays in vectors.items():
+        content[group] = ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+    return content
+
+
+def facts_of(message: Message) -> dict[str, Any]:
+    """The facts of a message; refused if it has none."""
+    try:
+        facts = json.loads(str(message.content.config_records[FACTS]["facts"]))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CovaryError(f"the message is not covary's ({error!r})") from None
+    if not isinstance(facts, dict):
+        raise CovaryError("the message is not covary's")
+    return facts
+
+
+def vectors_of(message: Message, group: str, like: Mapping[str, Any], largest: float | None = None) -> dict[str, Any]:
+    """A group of vectors, refused unless they have the names, shapes and types of `like` and are finite.
+
+    With `largest`, numbers above it are refused too.
+    """
+    record = message.content.array_records.get(group, {})
+    if sorted(record) != sorted(like):
+        raise CovaryError(f"{group} has the fields {sorted(record)}, expected {sorted(like)}")
+    arrays = {}
+    for name, expected in like.items():
+        expected, sent = np.asarray(expected), record[name]
+        what = f"{group}.{name}"
+        if (sent.dtype, tuple(sent.shape)) != (str(expected.dtype), expected.shape):
+            came = f"{sent.dtype} of shape {tuple(sent.shape)}"
+            raise CovaryError(f"{what} is {came}, expected {expected.dtype} of shape {expected.shape}")
+        array = _numbers(what, sent.data, expected)
+        if not np.isfinite(array).all():
+            raise CovaryError(f"{what} has NaN or infinity in it")
+        if largest is not None and array.size and np.abs(array).max() > largest:
+            raise CovaryError(f"{what} has numbers up to {np.abs(array).max():.3g}, more than {largest:.3g} is refused")
+        arrays[name] = array
+    return arrays
+
+
+def _numbers(what: str, data: bytes, expected: np.ndarray) -> np.ndarray:
+    """The array in NumPy's own format, looked at before memory is given to what it declares."""
+    file = BytesIO(data)
+    try:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    except (ValueError, TypeError, EOFError, SyntaxError) as error:
+        raise CovaryError(f"{what} cannot be read ({error})") from None
+    rest = len(data) - file.tell()
+    if (shape, dtype, rest) != (expected.shape, expected.dtype, expected.nbytes):
+        raise CovaryError(f"{what} declares {dtype} of shape {shape} in {rest} bytes, expected {expected.nbytes} bytes")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
+
+
+def bytes_of(content: RecordDict) -> int:
+    """The bytes of a message's vectors and facts, as they travel."""
+    vectors = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    return vectors + sum(
+        len(str(value).encode()) for record in content.config_records.values() for value in record.values()
+    )

@@ -1,0 +1,359 @@
+"""The protocol alone: whatever is lost, late or doubled and whoever dies, c = mean(c_i), and x is the counted sum."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import covary as cv
+from covary.client import client_loop
+from covary.flower.journal import ClientJournal, Ledger, Member, Order, Refused, StateLost
+from covary.flower.server import Reply, merge
+
+D, K, ALGORITHM = 2, 2, cv.scaffold(eta_l=0.1, option="I")
+(TRIP,) = ALGORITHM.exchanges
+
+
+class Crash(Exception):
+    """The machine dies at this moment."""
+
+
+class MemoryDisk:
+    """A disk that keeps what was written, on a machine that may die just before or just after."""
+
+    def __init__(self) -> None:
+        self.content: Any = None
+        self.die: str | None = None
+
+    def read(self) -> Any:
+        return copy.deepcopy(self.content)
+
+    def write(self, arrays: Any, facts: Any) -> None:
+        die, self.die = self.die, None
+        if die == "before":
+            raise Crash
+        self.content = copy.deepcopy((dict(arrays), dict(facts)))
+        if die == "after":
+            raise Crash
+
+
+class Instruction(NamedTuple):
+    order: Order
+    down: Any
+
+
+class Answer(NamedTuple):
+    name: str
+    reply: Reply | None  # None: the client says that its state is lost
+    token: str
+
+
+class World:
+    """Clients with quadratics, a server and a network between them, moved by a list of choices."""
+
+    def __init__(self, choices: list[int]):
+        self.choices = iter(())  # nothing goes wrong while the first clients join
+        self.rng = np.random.default_rng(1)
+        self.curvature: dict[str, np.ndarray] = {}
+        self.offset: dict[str, np.ndarray] = {}
+        self.disks: dict[str, MemoryDisk] = {}
+        self.old_disks: dict[str, Any] = {}
+        self.instructions: list[tuple[str, Instruction]] = []
+        self.answers: list[Answer] = []
+        self.ledger_disk = MemoryDisk()
+        x = np.ones(D)
+        self.ledger: Ledger | None = Ledger.create(self.ledger_disk, arrays_of(ALGORITHM.init_server(x)), {})
+        self.orders: dict[str, Order] = {}
+        self.accepted: dict[str, Reply] = {}
+        self.lost: set[str] = set()
+        self.x = x  # what a run without faults over the counted uploads has
+        self.faults = self.left = 0
+        for _ in range(3):
+            self.join()
+        self.choices = iter(choices)
+
+    def choose(self, count: int) -> int:
+        return next(self.choices, 0) % count
+
+    # What can happen
+
+    def join(self) -> None:
+        if self.ledger is None or len(self.disks) >= 6:
+            return
+        name = f"client {len(self.disks)}"
+        self.curvature[name], self.offset[name] = self.rng.uniform(0.5, 2, D), self.rng.normal(size=D)
+        self.disks[name] = MemoryDisk()
+        ledger = self.ledger
+        old, new = len(ledger.members), len(ledger.members) + 1
+        arrays = ledger.arrays | {"server.c": ledger.arrays["server.c"] * (old / new)}
+        self.accepted.clear()
+        self.orders.clear()
+        self.guarded(lambda: ledger.join({name: Member(old, 1, K)}, arrays), self.ledger_disk)
+
+    def leave(self) -> None:
+        if self.ledger is not None and len(self.ledger.members) > 1:
+            name = list(self.ledger.members)[self.choose(len(self.ledger.members))]
+            self.reset((name,))
+
+    def ask(self) -> None:
+        """A new round: orders to some of the members. What was not counted until now never will be."""
+        if self.ledger is None:
+            return
+        self.orders, self.accepted, self.lost = {}, {}, set()
+        skip = self.choose(len(self.ledger.members) + 1)
+        down = TRIP.broadcast(self.server)
+        for k, name in enumerate(self.ledger.members):
+            if k + 1 != skip:
+                self.orders[name] = self.ledger.order(name)
+                self.instructions.append((name, Instruction(self.orders[name], copy.deepcopy(down))))
+
+    def deliver(self) -> None:
+        """An instruction arrives, in any order, perhaps once more later; the client may die on the way."""
+        if not self.instructions:
+            return
+        at = self.choose(len(self.instructions))
+        name, instruction = self.instructions[at]
+        if self.choose(4) != 1:
+            self.instructions.pop(at)
+        disk = self.disks[name]
+        disk.die = (None, None, None, "before", "after")[self.choose(5)]
+        try:
+            answer = self.work(name, instruction, disk)
+        except (Crash, Refused):
+            return
+        finally:
+            disk.die = None
+        self.answers.append(answer)
+
+    def work(self, name: str, instruction: Instruction, disk: MemoryDisk) -> Answer:
+        order, down = instruction
+        book = ClientJournal(disk)
+        try:
+            state = book.begin(order, lambda: {"c_i": np.zeros(D)})
+        except StateLost:
+            return Answer(name, None, order.token)
+        client = type(ALGORITHM.init_client(down.x))(**state)
+
+        def grad(y: Any) -> Any:
+            return self.curvature[name] * y + self.offset[name]
+
+        up, new, _ = client_loop(TRIP, down, client, grad, [grad] * K)
+        book.prepare(order, new._asdict())
+        return Answer(name, Reply(order.token, up, {}, 0.0), order.token)
+
+    def receive(self) -> None:
+        """A reply arrives, perhaps twice, perhaps much too late."""
+        if not self.answers or self.ledger is None:
+            return
+        at = self.choose(len(self.answers))
+        answer = self.answers[at]
+        if self.choose(4) != 1:
+            self.answers.pop(at)
+        order = self.orders.get(answer.name)
+        if order is None or order.token != answer.token:
+            return  # not given in this round
+        if answer.reply is None:
+            self.lost.add(answer.name)
+        else:
+            self.accepted[answer.name] = answer.reply
+
+    def close(self) -> None:
+        """The server counts what it has; it may die just before or after it has written that down."""
+        ledger = self.ledger
+        if ledger is None:
+            return
+        accepted = {name: reply for name, reply in self.accepted.items() if name in ledger.members}
+        lost, self.lost, self.accepted, self.orders = self.lost, set(), {}, {}
+        if accepted:
+            arrays = merge(TRIP, self.server, accepted, ledger.weights(False))
+            tokens = {name: reply.token for name, reply in accepted.items()}
+            written = self.guarded(lambda: ledger.count(tokens, arrays, round=ledger.round + 1), self.ledger_disk)
+            if written:
+                self.x = self.x + np.mean([reply.up.dy for reply in accepted.values()], axis=0)
+        if lost and self.ledger is not None:
+            self.reset()
+
+    def reset(self, leaving: tuple[str, ...] = ()) -> None:
+        ledger = self.ledger
+        assert ledger is not None
+        self.accepted.clear()
+        self.orders.clear()
+        arrays = ledger.arrays | arrays_of(ALGORITHM.init_server(self.server.x))
+        self.left += self.guarded(lambda: ledger.reset(arrays, leaving), self.ledger_disk) and bool(leaving)
+
+    def lose(self) -> None:
+        for queue in (self.instructions, self.answers):
+            if queue and self.choose(2):
+                queue.pop(self.choose(len(queue)))
+
+    def crash(self) -> None:
+        self.ledger = None
+
+    def resume(self) -> None:
+        self.accepted, self.orders, self.lost = {}, {}, set()
+        while True:
+            self.ledger_disk.die = (None, None, None, "before", "after")[self.choose(5)]
+            try:
+                self.ledger = Ledger.resume(self.ledger_disk)
+                return
+            except Crash:
+                continue
+
+    def destroy(self) -> None:
+        """A client's disk is lost, or comes back from an old backup."""
+        if self.faults >= 2:
+            return
+        names = list(self.disks)
+        name = names[self.choose(len(names))]
+        kind = self.choose(3)
+        if kind == 0:
+            self.old_disks[name] = copy.deepcopy(self.disks[name].content)
+        elif kind == 1 and name in self.old_disks:
+            self.disks[name].content = copy.deepcopy(self.old_disks[name])
+            self.faults += 1
+        elif kind == 2:
+            self.disks[name].content = None
+            self.faults += 1
+
+    def guarded(self, write: Callable[[], None], disk: MemoryDisk) -> bool:
+        """Let the server write, and perhaps die over it; True if what it wrote is on the disk."""
+        die = disk.die = (None, None, None, "before", "after")[self.choose(5)]
+        try:
+            write()
+        except Crash:
+            self.ledger = None
+        return die != "before"
+
+    # The end
+
+    @property
+    def server(self) -> Any:
+        assert self.ledger is not None
+        return type(ALGORITHM.init_server(np.ones(D)))(*(self.ledger.arrays[f"server.{n}"] for n in ("x", "c")))
+
+    def play(self) -> None:
+        actions = (
+            self.ask,
+            self.deliver,
+            self.deliver,
+            self.deliver,
+            self.receive,
+            self.receive,
+            self.receive,
+            self.close,
+            self.close,
+            self.lose,
+            self.crash,
+            self.resume,
+            self.destroy,
+            self.join,
+            self.leave,
+        )
+        for choice in self.choices:
+            actions[choice % len(actions)]()
+        self.drain()
+
+    def drain(self) -> None:
+        """All machines up, every message delivered: three whole rounds, after which all that was lost is known."""
+        self.resume()
+        for _ in range(3):
+            self.ask()
+            while self.instructions:
+                self.deliver()
+            while self.answers:
+                self.receive()
+            self.close()
+
+    def check(self) -> None:
+        assert self.ledger is not None
+        states = []
+        for name, member in self.ledger.members.items():
+            state = ClientJournal(self.disks[name]).state(self.ledger.epoch, member.counted)
+            states.append(np.zeros(D) if state is None else state["c_i"])
+        np.testing.assert_allclose(self.server.c, np.mean(states, axis=0), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(self.server.x, self.x, rtol=0, atol=1e-12)
+        if not self.faults:
+            assert self.ledger.epoch == self.left, "controls were given up though every disk was whole"
+
+
+def arrays_of(state: Any) -> dict[str, np.ndarray]:
+    return {f"server.{name}": value for name, value in state._asdict().items()}
+
+
+@settings(max_examples=3000, deadline=None)
+@given(st.lists(st.integers(0, 59), max_size=120))
+def test_any_schedule_of_faults_leaves_c_the_mean_of_its_clients(choices):
+    world = World(choices)
+    world.play()
+    world.check()
+
+
+def committed_at_once(self, order, start):
+    """A client that takes its new state for good before the server has counted it: every public SCAFFOLD's way."""
+    state = ClientJournal.__dict__["honest_begin"](self, order, start)
+    return self.pending or state
+
+
+def without_epochs(self, arrays, leaving=()):
+    for name in leaving:
+        del self.members[name]
+    self.arrays = arrays
+    self.write()
+
+
+def forgetting_tokens(self, tokens, arrays, **position):
+    Ledger.__dict__["honest_count"](self, {}, arrays, **position)
+
+
+def writing_late(self, tokens, arrays, **position):
+    """A server that goes on before its disk has the round."""
+    disk, self.disk = self.disk, MemoryDisk()
+    Ledger.__dict__["honest_count"](self, tokens, arrays, **position)
+    self.disk = disk
+
+
+def never_stale(self, order, start):
+    self.seq = -1
+    return ClientJournal.__dict__["honest_begin"](self, order, start)
+
+
+def over_all_asked(trip, replied_to, replies, p):
+    """A server that takes the fraction of all members, though only some replied."""
+    new = server.merge(trip, replied_to, replies, p)
+    mean = np.mean([reply.up.dc for reply in replies.values()], axis=0)
+    return new | {"server.c": replied_to.c + mean}
+
+
+BROKEN = {
+    "stale orders are followed": (ClientJournal, "begin", never_stale),
+    "a client commits before it is counted": (ClientJournal, "begin", committed_at_once),
+    "a reset without a new epoch": (Ledger, "reset", without_epochs),
+    "counted tokens are not written down": (Ledger, "count", forgetting_tokens),
+    "the server goes on before its disk has the round": (Ledger, "count", writing_late),
+    "the fraction is not of those that replied": (None, "merge", over_all_asked),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_the_schedules_find_a_protocol_that_is_broken_on_purpose(how, monkeypatch):
+    owner, name, broken = BROKEN[how]
+    if owner is None:
+        monkeypatch.setitem(globals(), name, broken)
+    else:
+        monkeypatch.setattr(owner, f"honest_{name}", getattr(owner, name), raising=False)
+        monkeypatch.setattr(owner, name, broken)
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        world = World(rng.integers(0, 60, 80).tolist())
+        try:
+            world.play()
+            world.check()
+        except (AssertionError, StateLost):
+            return
+    pytest.fail(f"{how}: 3,000 schedules did not notice")
