@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import covary as cv
 from covary.client import client_loop
+from covary.flower import server
 from covary.flower.journal import ClientJournal, Ledger, Member, Order, Refused, StateLost
 from covary.flower.server import Reply, merge
 
