@@ -23,7 +23,7 @@ class LoopbackGrid:
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
     def get_nodes(self) -> list[Any]:
-        return [SimpleNamespace(node_id=i, public_key=f"key {i}") for i in self.apps if i not in self.offline]
+        return [SimpleNamespace(node_id=i, public_key=f"key {i}".encode()) for i in self.apps if i not in self.offline]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []

@@ -212,7 +212,7 @@ def order_of_epoch(seed: int, r: int, trip: int, i: int, epoch: int, size: int) 
     key = jax.random.key(seed)
     for number in (r, trip, i, epoch):
         key = jax.random.fold_in(key, number)
-    return np.asarray(shuffle(key, size, size))
+    return np.array(shuffle(key, size, size))
 
 
 def gradient(program: Program, form: Form, batch: Any, inside: Any) -> Callable[[Any], Any]:

@@ -92,7 +92,7 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)), held(Path(folder)):
     ...     pass
     Traceback (most recent call last):
-    covary.errors.CovaryError: ... is in use by another process. Wait until it ends, or give another folder.
+    covary.errors.CovaryError: ... is in use by process .... Wait until it ends, or give another folder.
     """
     import fcntl  # not on Windows, where the rest of covary works
 
@@ -105,7 +105,11 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() >= deadline:
+                    holder = (folder / "lock").read_text().strip() or "unknown"
                     fix = "Wait until it ends, or give another folder."
-                    raise CovaryError(f"{folder} is in use by another process. {fix}") from None
+                    raise CovaryError(f"{folder} is in use by process {holder}. {fix}") from None
                 time.sleep(0.05)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield

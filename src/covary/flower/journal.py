@@ -132,14 +132,15 @@ class Ledger:
         self.warm: list[str] = facts["warm"]  # those whose controls a warm start has set
         self.members = {name: Member(*fields) for name, fields in facts["members"].items()}
         self.settings: dict[str, Any] = facts["settings"]
-        self.row: dict[str, Any] = facts["row"]  # what is known of the last round, for the history
+        self.partial: dict[str, Any] = facts["partial"]  # what is known of that round, for the history
+        self.row: dict[str, Any] = facts["row"]  # what is known of the last round done
         self._sent = 0
 
     @classmethod
     def create(cls, disk: Disk, arrays: Arrays, settings: dict[str, Any]) -> Ledger:
         """A new job."""
         facts = {"job": secrets.token_hex(16), "fence": 0, "epoch": 0, "round": 0, "trip": 0, "cohort": [], "warm": []}
-        ledger = cls(disk, arrays, facts | {"members": {}, "settings": settings, "row": {}})
+        ledger = cls(disk, arrays, facts | {"members": {}, "settings": settings, "partial": {}, "row": {}})
         ledger._take_over()
         return ledger
 
@@ -161,7 +162,8 @@ class Ledger:
 
     def write(self) -> None:
         facts = {name: getattr(self, name) for name in ("job", "fence", "epoch", "round", "trip", "cohort", "warm")}
-        facts |= {"members": self.members, "settings": self.settings, "row": self.row, "format": FORMAT}
+        facts |= {name: getattr(self, name) for name in ("members", "settings", "partial", "row")}
+        facts["format"] = FORMAT
         self.disk.write(self.arrays, facts)
 
     def order(self, name: str) -> Order:

@@ -282,7 +282,7 @@ class Server:
         cohort = [name for name in ledger.cohort if name in online] if ledger.trip else self._cohort(r, online, warm)
         row: dict[str, Any] = {"round": r, "epoch": ledger.epoch, "bytes_down": 0, "bytes_up": 0, "asked": len(cohort)}
         if ledger.trip:
-            row |= {name: ledger.row[name] for name in ("bytes_down", "bytes_up", "asked")}
+            row |= ledger.partial
         drift, lost = 0.0, set()
         for number in range(ledger.trip + 1, len(trips) + 1):
             trip = trips[number - 1]
@@ -303,7 +303,7 @@ class Server:
             cohort = list(replies)
             tokens = {name: reply.token for name, reply in replies.items()}
             if number < len(trips):
-                ledger.count(tokens, arrays, trip=number, cohort=cohort, row=row)
+                ledger.count(tokens, arrays, trip=number, cohort=cohort, partial=row)
                 continue
             row |= {
                 "drift": drift if math.isfinite(drift) else None,
@@ -570,7 +570,7 @@ class Server:
 def identity(info: Any) -> str:
     """A node's name: its public key's fingerprint. It is the same after a restart if the key was registered."""
     if info.public_key:
-        return hashlib.sha256(info.public_key.encode()).hexdigest()[:16]
+        return hashlib.sha256(bytes(info.public_key)).hexdigest()[:16]
     return f"node-{info.node_id}"
 
 

@@ -1,0 +1,58 @@
+"""`covary new-app` and `covary audit`: the beginning and the proof of a deployment on Flower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from covary.cli.common import console
+
+
+def new_app(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; its name becomes the app's.")],
+    with_torch: Annotated[bool, typer.Option("--torch", help="A PyTorch model instead of a JAX one.")] = False,
+) -> None:
+    """Write a small, complete Flower app that trains with SCAFFOLD.
+
+    Example: covary new-app my-hospital --torch
+    """
+    from covary.flower.template import write_app
+
+    write_app(folder, with_torch)
+    console.print(f"Written: {folder}. Its README.md says how to run it.", soft_wrap=True)
+
+
+def audit(
+    checkpoint: Annotated[Path, typer.Argument(help="The server's checkpoint folder.")],
+    states: Annotated[list[Path], typer.Argument(help="The nodes' state folders.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Check, on the disks, that the server's c is the mean of the nodes' c_i. Exit code 1 if it is not.
+
+    Example: covary audit checkpoint state-0 state-1 state-2
+    """
+    from covary.flower import audit as audit_disks
+
+    found = audit_disks(checkpoint, states)
+    if as_json:
+        typer.echo(json.dumps({**vars(found), "holds": found.holds}))
+    else:
+        table = Table(title=f"After round {found.round}, epoch {found.epoch}", title_justify="left")
+        table.add_column("member")
+        table.add_column("‖c_i‖", justify="right")
+        for name, norm in found.norms.items():
+            table.add_row(name, f"{norm:.6g}")
+        for name in found.missing:
+            table.add_row(name, "on none of these disks")
+        never = found.members - len(found.norms) - len(found.missing)
+        if never:
+            table.add_row(f"{never} not counted yet", "0")
+        console.print(table)
+        verdict = "[green]c = mean(c_i)[/green]" if found.holds else "[red]c is not the mean of the c_i[/red]"
+        console.print(f"‖c‖ = {found.norm:.6g}, ‖c - mean c_i‖ = {found.gap:.3g}: {verdict}")
+    if not found.holds:
+        raise typer.Exit(1)

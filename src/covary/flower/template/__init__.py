@@ -1,0 +1,52 @@
+"""The app that `covary new-app` writes."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from covary.errors import CovaryError, refused
+
+
+def write_app(folder: Path, with_torch: bool) -> Path:
+    """Write a Flower app into a new folder, and return the folder of its Python files.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as here:
+    ...     written = write_app(Path(here) / "my-hospital", with_torch=False)
+    ...     sorted(path.name for path in written.iterdir())
+    ['__init__.py', 'client.py', 'server.py', 'task.py']
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise refused("DIR", "named by a letter, then letters and digits", folder.name, "Try my-hospital.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise refused("DIR", "a new or empty folder", str(folder), "Choose another name.")
+    package = name.replace("-", "_")
+    needs = ["covary[flower]", *(["torch"] if with_torch else [])]
+    words = {
+        "name": name,
+        "package": package,
+        "model": "network" if with_torch else "model",
+        "dependencies": ", ".join(f'"{need}"' for need in needs),
+        "install": " ".join(f"'{need}'" for need in needs),
+    }
+    kind = "torch" if with_torch else "jax"
+    files = {
+        "pyproject.toml": "pyproject.toml.txt",
+        "README.md": "README.md.txt",
+        f"{package}/server.py": "server.py.txt",
+        f"{package}/client.py": f"{kind}/client.py.txt",
+        f"{package}/task.py": f"{kind}/task.py.txt",
+    }
+    try:
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+        for written, source in files.items():
+            text = resources.files(__name__).joinpath(source).read_text(encoding="utf-8")
+            (folder / written).write_text(Template(text).substitute(words), encoding="utf-8")
+    except OSError as error:
+        raise CovaryError(f"{folder} cannot be written ({error}). Choose another place.") from None
+    return folder / package

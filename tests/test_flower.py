@@ -1,0 +1,471 @@
+"""Deployment without processes: the apps on a loopback grid give simulation's numbers, and nothing bad gets in."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from loopback import LoopbackGrid
+from typer.testing import CliRunner
+
+import covary as cv
+from covary.cli import app as cli
+from covary.errors import CovaryError
+from covary.flower import Settings, audit, client_app, load_parameters, serve, server_app, torch_client_app
+from covary.flower.wire import facts_of, pack
+
+N, D = 4, 5
+MODEL = cv.models.logistic_regression(D, 3)
+ALGORITHMS = {
+    "sgd": cv.sgd(0.5),
+    "fedavg": cv.fedavg(0.3, eta_g=0.9),
+    "fedprox": cv.fedprox(0.3, mu=0.5),
+    "scaffold": cv.scaffold(0.3, eta_g=0.9),
+    "scaffold-I": cv.scaffold(0.3, option="I"),
+    "dane": cv.dane(0.3, mu=0.1),
+    "mime": cv.mime(0.3),
+    "feddyn": cv.feddyn(0.3, alpha=0.5),
+    "vrl_sgd": cv.vrl_sgd(0.3),
+}
+ROUND = {"local_steps": 3, "batch_size": 4}
+
+
+def parts(sizes=(12,) * N, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=(n, D)) + i, rng.integers(0, 3, n)) for i, n in enumerate(sizes)]
+
+
+def jax_apps(folder, data, model=MODEL, **options):
+    apps = {}
+    for i, part in enumerate(data):
+        own = cv.supervised(model, cv.FederatedData.from_clients([part]))
+        apps[i] = (client_app(own, state=folder / f"state{i}", **options), {"partition-id": i})
+    return apps
+
+
+def deploy(folder, grid, algorithm, rounds=4, model: Any = MODEL, **settings):
+    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), **ROUND, **settings}
+    return serve(grid, algorithm, model, Settings(rounds, **settings))
+
+
+def audited(folder):
+    found = audit(folder / "server", sorted(folder.glob("state*")))
+    assert found.holds, found
+    return found
+
+
+def simulated(algorithm, data, rounds=4, model=MODEL, **options):
+    problem = cv.supervised(model, cv.FederatedData.from_clients(data))
+    return cv.simulate(algorithm, problem, rounds, **{**ROUND, **options})
+
+
+# Deployment is simulation
+
+
+@pytest.mark.parametrize("S", [None, 2])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_deployed_run_is_the_simulated_one(name, S, tmp_path):
+    if name == "vrl_sgd" and S is not None:
+        pytest.skip("needs every client in every round")
+    algorithm, data = ALGORITHMS[name], parts()
+    deployed = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, data)), algorithm, clients_per_round=S)
+    run = simulated(algorithm, data, clients_per_round=S)
+    np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(deployed.history["accuracy"], run.history["accuracy"], atol=1e-6)
+    for column in ("loss", "drift", "round", "cohort"):
+        np.testing.assert_allclose(deployed.history[column], run.history[column], rtol=1e-10, atol=1e-12)
+    if algorithm.invariant is not None:
+        assert audited(tmp_path).gap < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "examples", "local_steps": None, "local_epochs": 2, "clients_per_round": 3},
+        {"warm_start": True, "clients_per_round": 2, "batch_size": 0.25},
+        {"batch_size": None},
+    ],
+)
+def test_unequal_clients_weights_and_a_warm_start_too(options, tmp_path):
+    data = parts(sizes=(12, 9, 17, 5))
+    deployed = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, data)), ALGORITHMS["scaffold"], **options)
+    run = simulated(ALGORITHMS["scaffold"], data, **options)
+    np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(deployed.server.c, run.server.c, rtol=0, atol=1e-12)
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_in_float32_to_its_own_precision(tmp_path):
+    class Single:
+        init = staticmethod(lambda key: {"w": jnp.zeros((3, D), jnp.float32)})
+
+        @staticmethod
+        def loss(params, batch):
+            x, y = batch
+            logits = x.astype(jnp.float32) @ params["w"].T
+            return jnp.mean(jnp.log(jnp.exp(logits).sum(1)) - jnp.take_along_axis(logits, y[:, None], 1)[:, 0])
+
+    data, algorithm = parts(), cv.scaffold(0.1)
+    deployed = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, data, Single)), algorithm, model=Single)
+    assert deployed.x.dtype == np.float32
+    np.testing.assert_allclose(deployed.x, simulated(algorithm, data, model=Single).x, rtol=0, atol=1e-6)
+    assert audited(tmp_path).gap < 1e-6
+
+
+def test_option_ii_sends_d_numbers_up_not_2d(tmp_path):
+    sent = {}
+    for option in ("I", "II"):
+        run = deploy(
+            tmp_path / option, LoopbackGrid(jax_apps(tmp_path / option, parts())), cv.scaffold(0.1, 1.0, option)
+        )
+        sent[option] = run.history["bytes_up"][-1] / N
+    d = 8 * len(run.x)
+    assert d < sent["II"] < d + 300  # facts and headers
+    assert 2 * d < sent["I"] < 2 * d + 500
+
+
+# PyTorch
+
+
+def torch_linear():
+    module = torch.nn.Linear(D, 3, dtype=torch.float64)
+    return load_parameters(module, np.zeros(3 * D + 3))
+
+
+def torch_loss(module, batch):
+    x, y = batch
+    return torch.nn.functional.cross_entropy(module(x), y)
+
+
+def torch_apps(folder, data, build=torch_linear, loader=lambda part: tuple(map(torch.tensor, part)), **options):
+    return {
+        i: (
+            torch_client_app(build(), torch_loss, loader(part), state=folder / f"state{i}", **options),
+            {"partition-id": i},
+        )
+        for i, part in enumerate(data)
+    }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_pytorch_clients_are_jax_clients(name, tmp_path):
+    algorithm, data = ALGORITHMS[name], parts(sizes=(12, 9, 17, 5))
+    deployed = deploy(tmp_path, LoopbackGrid(torch_apps(tmp_path, data)), algorithm, model=torch_linear())
+    run = simulated(algorithm, data)
+    theirs = np.concatenate([run.params["w"].reshape(-1), run.params["b"]])  # PyTorch's order
+    np.testing.assert_allclose(deployed.x, theirs, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(deployed.history["loss"], run.history["loss"], rtol=1e-10)
+    if algorithm.invariant is not None:
+        assert audited(tmp_path).gap < 1e-12
+
+
+def test_a_dataloader_brings_its_own_batches(tmp_path):
+    def loader(part):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*map(torch.tensor, part)), batch_size=5)
+
+    apps = torch_apps(tmp_path, parts(sizes=(12, 9, 17, 5)), loader=loader)
+    run = deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.1), 20, torch_linear(), local_steps=None, local_epochs=2)
+    assert run.history["loss"][-1] < run.history["loss"][0]
+    assert audited(tmp_path).gap < 1e-12
+
+
+def batch_norm_network():
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(D, dtype=torch.float64)
+    frozen = torch.nn.Linear(D, D, dtype=torch.float64).requires_grad_(False)
+    return torch.nn.Sequential(norm, frozen, torch.nn.Linear(D, 3, dtype=torch.float64))
+
+
+def test_buffers_are_averaged_and_frozen_parameters_stay_at_home(tmp_path):
+    data = parts()
+    start = batch_norm_network()
+    run = deploy(tmp_path, LoopbackGrid(torch_apps(tmp_path, data, batch_norm_network)), cv.scaffold(0.1), 1, start)
+    assert len(run.x) == 2 * D + 3 * D + 3  # the norm's scale and shift, and the last layer
+    from covary.durable import File
+
+    arrays, _ = File(tmp_path / "server" / "ledger").read()
+    assert sorted(n for n in arrays if n.startswith("buffers.")) == ["buffers.0.running_mean", "buffers.0.running_var"]
+    own = []
+    for i, (x, _) in enumerate(data):  # by hand: three batches of four, in the order that covary draws
+        from covary.cohort import order_of_epoch
+
+        norm, order = batch_norm_network()[0], order_of_epoch(0, 1, 1, i, 0, 12)
+        for k in range(3):
+            norm(torch.tensor(x[order[4 * k : 4 * k + 4]]))
+        own.append(norm.running_mean.numpy())
+    np.testing.assert_allclose(arrays["buffers.0.running_mean"], np.mean(own, axis=0), rtol=1e-12)
+    assert audited(tmp_path).gap < 1e-12
+
+
+# Nothing bad gets in
+
+
+def tampered(change):
+    """A reply whose upload or facts were changed on a node that is not honest."""
+
+    def fault(reply: Message) -> Message:
+        up = {name: array.numpy().copy() for name, array in reply.content.array_records["up"].items()}
+        facts, up = change(facts_of(reply), up)
+        reply.content = pack(facts, up=up, buffers={})
+        return reply
+
+    return fault
+
+
+LIES = {
+    "NaN": lambda facts, up: (facts, {n: a * np.nan for n, a in up.items()}),
+    "huge": lambda facts, up: (facts, {n: a * 0 + 1e9 for n, a in up.items()}),
+    "shape": lambda facts, up: (facts, {n: a[:-1] for n, a in up.items()}),
+    "type": lambda facts, up: (facts, {n: a.astype(np.float32) for n, a in up.items()}),
+    "fields": lambda facts, up: (facts, {"dc": next(iter(up.values()))}),
+    "token": lambda facts, up: (facts | {"token": "0123456789abcdef"}, up),
+    "no token": lambda facts, up: ({}, up),
+    "objects": lambda facts, up: (facts, {n: np.array(["a"] * len(a)) for n, a in up.items()}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_and_named_and_the_round_goes_on(lie, tmp_path, capsys):
+    def liar(node, message):
+        return tampered(LIES[lie]) if node == 1 and message.metadata.message_type == "train" else None
+
+    def absent(node, message):
+        return "dropped" if node == 1 and message.metadata.message_type == "train" else None
+
+    runs = {}
+    for name, fault in (("lying", liar), ("absent", absent)):
+        grid = LoopbackGrid(jax_apps(tmp_path / name, parts()), fault)
+        runs[name] = deploy(tmp_path / name, grid, cv.scaffold(0.3), 3, round_timeout=0.2)
+        assert audited(tmp_path / name).gap < 1e-12
+    np.testing.assert_array_equal(runs["lying"].x, runs["absent"].x)
+    np.testing.assert_array_equal(runs["lying"].server.c, runs["absent"].server.c)
+    assert "is left out: " in capsys.readouterr().out
+
+
+def test_a_replayed_reply_is_refused(tmp_path, capsys):
+    old = []
+
+    def fault(node, message):
+        if node != 1 or message.metadata.message_type != "train":
+            return None
+
+        def replay(reply):
+            old.append(reply)
+            reply.content = old[0].content
+            return reply
+
+        return replay
+
+    deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 3)
+    assert "which it was not given" in capsys.readouterr().out
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_a_node_with_another_model_is_not_let_in(tmp_path, capsys):
+    apps = jax_apps(tmp_path, parts())
+    x, y = parts()[0]
+    other = cv.supervised(cv.models.mlp(D, 2, 3), cv.FederatedData.from_clients([(x, y)]))
+    apps[9] = (client_app(other, state=tmp_path / "other"), {})
+    run = deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.3), 2, min_clients=N)
+    assert run.history["cohort"].shape == (2, N)
+    assert "Use one model" in capsys.readouterr().out.replace("\n", " ")
+
+
+# Machines fail
+
+
+def test_lost_messages_leave_the_rest_right(tmp_path):
+    rng = np.random.default_rng(0)
+
+    def fault(node, message):
+        return rng.choice(["lost", "dropped", None, None]) if message.metadata.message_type == "train" else None
+
+    deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 12, round_timeout=0.05)
+    found = audited(tmp_path)
+    assert found.epoch == 0
+    assert found.gap < 1e-12
+
+
+class Died(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["scaffold", "dane"])
+def test_a_server_that_dies_goes_on_as_if_it_had_not(name, tmp_path):
+    algorithm, data = ALGORITHMS[name], parts()
+    calls, deadly = 0, {9, 17, 26, 38}
+
+    def fault(node, message):
+        nonlocal calls
+        calls += 1
+        if calls in deadly:
+            raise Died
+        return None
+
+    grid, resume = LoopbackGrid(jax_apps(tmp_path, data), fault), False
+    for _ in range(10):
+        try:
+            run = deploy(tmp_path, grid, algorithm, 6, resume=resume, clients_per_round=2)
+            break
+        except Died:
+            resume = (tmp_path / "server" / "ledger").exists()
+    np.testing.assert_allclose(run.x, simulated(algorithm, data, 6, clients_per_round=2).x, rtol=0, atol=1e-12)
+    assert run.history["round"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert not np.isnan(run.history["loss"]).any()
+
+
+def test_a_deleted_disk_begins_an_epoch_and_c_is_the_mean_again(tmp_path, capsys):
+    trained = 0
+
+    def fault(node, message):
+        nonlocal trained
+        trained += node == 0 and message.metadata.message_type == "train"
+        if trained == 3 and node == 2:
+            shutil.rmtree(tmp_path / "state2", ignore_errors=True)
+        return None
+
+    run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 8)
+    found = audited(tmp_path)
+    assert (found.epoch, found.gap < 1e-12) == (1, True)
+    assert run.history["epoch"].tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert "Epoch 1 begins" in capsys.readouterr().out
+
+
+def test_who_joins_late_and_who_leaves_for_good(tmp_path, capsys):
+    data = parts()
+    grid = LoopbackGrid(jax_apps(tmp_path, data[:3]))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 3)
+    grid.apps |= {3: jax_apps(tmp_path, data)[3]}
+    deploy(tmp_path, grid, cv.scaffold(0.3), 4, resume=True)
+    joined = audited(tmp_path)
+    assert (joined.members, joined.epoch, joined.gap < 1e-12) == (4, 0, True)
+    grid.offline = {1}
+    deploy(tmp_path, grid, cv.scaffold(0.3), 8, resume=True, forget_after=2)
+    left = audited(tmp_path)
+    assert (left.members, left.epoch, left.gap < 1e-12) == (3, 1, True)
+    assert "left for good" in capsys.readouterr().out
+
+
+def test_too_few_replies_abandon_a_round_and_count_nothing(tmp_path, capsys):
+    lost = set(range(8, 14))
+    calls = 0
+
+    def fault(node, message):
+        nonlocal calls
+        calls += 1
+        return "dropped" if calls in lost else None
+
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()), fault)
+    run = deploy(tmp_path, grid, cv.scaffold(0.3), 3, min_replies=N, round_timeout=0.2, eval_every=0)
+    np.testing.assert_allclose(run.x, simulated(cv.scaffold(0.3), parts(), 3).x, rtol=0, atol=1e-12)
+    assert "too few" in capsys.readouterr().out
+
+
+def test_a_server_that_waits_in_vain_says_what_for(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    with pytest.raises(CovaryError, match="4 nodes are there, 5 are needed"):
+        deploy(tmp_path, grid, cv.scaffold(0.3), 3, min_clients=5, patience=0.5)
+
+
+# What leaves a node
+
+
+@pytest.mark.parametrize("apps", [jax_apps, torch_apps])
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_clipped_and_noised_before_it_is_kept_or_sent(apps, option, tmp_path):
+    norms = []
+
+    def fault(node, message):
+        def look(reply):
+            if "up" in reply.content.array_records:
+                norms.append(np.linalg.norm(reply.content.array_records["up"]["dy"].numpy()))
+            return reply
+
+        return look
+
+    model = MODEL if apps is jax_apps else torch_linear()
+    grid = LoopbackGrid(apps(tmp_path / "clip", parts(), clip=0.01), fault)
+    deploy(tmp_path / "clip", grid, cv.scaffold(0.3, 1.0, option), 3, model)
+    np.testing.assert_allclose(norms, 0.01, rtol=1e-9)  # each would have moved further
+    assert audited(tmp_path / "clip").gap < 1e-12
+    noisy = deploy(
+        tmp_path, LoopbackGrid(apps(tmp_path, parts(), clip=0.01, noise=1.0)), cv.scaffold(0.3, 1.0, option), 3, model
+    )
+    assert audited(tmp_path).gap < 1e-10
+    assert np.isnan(noisy.history["drift"]).all()  # a number that was not clipped stays at home
+
+
+def test_noise_without_a_clip_is_refused():
+    with pytest.raises(CovaryError, match="clip must be a norm where there is noise"):
+        client_app(cv.lower_bound(G=1), noise=1.0)
+
+
+# Checkpoints and settings
+
+
+def test_a_checkpoint_is_not_overwritten_nor_resumed_with_another_run(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    done = deploy(tmp_path, grid, cv.scaffold(0.3), 2)
+    with pytest.raises(CovaryError, match="resume=true"):
+        deploy(tmp_path, grid, cv.scaffold(0.3), 2)
+    with pytest.raises(CovaryError, match=r"algorithm = scaffold\(eta_l=0.3.*eta_l=0.1"):
+        deploy(tmp_path, grid, cv.scaffold(0.1), 4, resume=True)
+    with pytest.raises(CovaryError, match="no checkpoint to resume"):
+        deploy(tmp_path / "empty", grid, cv.scaffold(0.1), 4, resume=True)
+    again = deploy(tmp_path, grid, cv.scaffold(0.3), 2, resume=True)
+    np.testing.assert_array_equal(again.x, done.x)
+
+
+def test_two_servers_on_one_checkpoint_are_refused(tmp_path):
+    def fault(node, message):
+        with pytest.raises(CovaryError, match="in use by process"):
+            deploy(tmp_path, grid, cv.scaffold(0.3), 2, resume=True)
+        return None
+
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()), fault)
+    deploy(tmp_path, grid, cv.scaffold(0.3), 1)
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 1)
+    ledger = tmp_path / "server" / "ledger"
+    content = bytearray(ledger.read_bytes())
+    content[-3] ^= 1
+    ledger.write_bytes(content)
+    with pytest.raises(CovaryError, match="is damaged"):
+        deploy(tmp_path, grid, cv.scaffold(0.3), 2, resume=True)
+
+
+def test_a_target_ends_the_run(tmp_path):
+    run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts())), cv.scaffold(0.3), 50, target="loss <= 1.1")
+    assert run.reached == run.rounds < 50
+    assert run.history["loss"][-1] <= 1.1 < run.history["loss"][-2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weights": "mine"}, {"target": "soon"}, {"rounds": 0}, {"eval_every": -1}, {"spelling": 1}, {"patience": 0}],
+)
+def test_settings_are_checked_at_the_door(wrong):
+    with pytest.raises(CovaryError):
+        server_app(cv.scaffold(0.1), MODEL, **{"rounds": 3, **wrong})
+
+
+def test_an_app_is_written_and_audited_from_the_command_line(tmp_path):
+    shell = CliRunner()
+    assert shell.invoke(cli, ["new-app", str(tmp_path / "my-hospital"), "--torch"]).exit_code == 0
+    assert (tmp_path / "my-hospital" / "my_hospital" / "client.py").is_file()
+    deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts())), cv.scaffold(0.3), 2)
+    states = [str(path) for path in sorted(tmp_path.glob("state*"))]
+    good = shell.invoke(cli, ["audit", str(tmp_path / "server"), *states])
+    assert good.exit_code == 0
+    assert "c = mean(c_i)" in good.stdout
+    bad = shell.invoke(cli, ["audit", str(tmp_path / "server"), *states[1:], "--json"])
+    assert bad.exit_code == 1
+    assert '"holds": false' in bad.stdout
