@@ -2,10 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test clean
+.PHONY: demo test deploy-demo clean
 
 demo: .venv/installed
 	$(BIN)/covary compare
+
+deploy-demo: .venv/installed-dev
+	$(BIN)/python examples/deploy_demo.py
 
 test: .venv/installed-dev
 	$(BIN)/ruff check .

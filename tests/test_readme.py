@@ -8,11 +8,11 @@ from helpers import ROOT
 
 import covary as cv
 
-PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/scale.md")]
+PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/scale.md", "docs/deploy.md")]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm", "stream"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm", "stream", "server", "client"])
 def test_block_runs(block, capsys):
     names = {}
     exec(block, names)

@@ -236,6 +236,13 @@ def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
     return records
 
 
+def deploy(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """A deployed round against plain Flower, where Flower and PyTorch are installed."""
+    from covary.bench.deploy import measure
+
+    return measure(quick, say)
+
+
 def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
     """Logistic regression 784 -> 10 (d = 7,850), 5 examples a client, 100 clients a round, states and data on disk."""
     rng = np.random.default_rng(0)

@@ -12,13 +12,13 @@ from covary.cli.common import Out, bar, console
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
-PARTS = ("rounds", "sweep", "cnn", "first", "growth")
+PARTS = ("rounds", "sweep", "cnn", "first", "growth", "deploy")
 
 
 def bench(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="Some of rounds, sweep, cnn, first, growth; rounds and sweep if none is named."),
+        typer.Argument(help="Some of rounds, sweep, cnn, first, growth, deploy; rounds and sweep if none is named."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
     peers: Annotated[bool, typer.Option(help="Also time other simulators that are installed.")] = True,
@@ -85,5 +85,7 @@ def _show(records: list[dict[str, Any]]) -> None:
         elif r["what"] == "clients":
             held = f"{r['resident_bytes'] / 1e9:.2f} GB resident"
             console.print(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms a round of {r['S']} clients, {held}.")
+        elif r["what"] == "deploy":
+            console.print(f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes up a deployed round.")
         elif r["what"] == "linear":
             console.print(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms a round.")

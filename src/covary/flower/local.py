@@ -40,6 +40,8 @@ class Federation:
         self.bin = Path(sys.executable).parent
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.told: dict[str, int] = {}  # how much each had said when it was started
+        self.nodes: dict[str, tuple[Mapping[str, Any], Path | None]] = {}
         self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "flwr")}
         self.environment["PATH"] = f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}"
 
@@ -88,6 +90,7 @@ class Federation:
 
     def start_node(self, name: str, config: Mapping[str, Any], ca: Path | None = None) -> None:
         """A SuperNode with its key; `config` is its node configuration, beside the folder of its state."""
+        self.nodes[name] = (config, ca)
         own = {"state": str(self.state(name)), **config}
         told = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in own.items())
         self._start(
@@ -98,13 +101,28 @@ class Federation:
             *("--node-config", told),
         )
 
+    def wait_for_node(self, name: str, timeout: float = 150.0) -> None:
+        """Wait until a node has been let in, starting it again as a supervisor would.
+
+        The SuperLink takes a node that died for alive until two heartbeats are missing, for up to a minute, and does
+        not let it in again before.
+        """
+        deadline = time.monotonic() + timeout
+        while "SuperNode ID:" not in self.log(name)[self.told[name] :]:
+            if time.monotonic() > deadline:
+                raise CovaryError(f"{name} was not let in within {timeout:g} s. Its log: {self.log(name)[-2000:]}")
+            if self.processes[name].poll() is not None:
+                time.sleep(2.0)
+                self.start_node(name, *self.nodes[name])
+            time.sleep(0.1)
+
     def run(self, app: Path, config: Mapping[str, Any], name: str = "run") -> None:
         """Submit an app; its log goes on in `log(name)`, and `wait` waits for its end."""
         told = " ".join(
             f'{k}="{v}"' if isinstance(v, str) else f"{k}={str(v).lower() if isinstance(v, bool) else v}"
             for k, v in config.items()
         )
-        self._start(name, "flwr", "run", str(app), "here", "--stream", "--run-config", told)
+        self._start(name, "flwr", "run", str(app.absolute()), "here", "--stream", "--run-config", told)
 
     def wait(self, name: str = "run", timeout: float = 600.0) -> int:
         """The exit status of a process, when it has ended."""
@@ -142,6 +160,7 @@ class Federation:
 
     def _start(self, name: str, command: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
+            self.told[name] = len(self.log(name))
             self.processes[name] = subprocess.Popen(
                 [str(self.bin / command), *arguments],
                 stdout=log,
