@@ -209,10 +209,16 @@ def shuffle(key: Any, length: int, size: Any) -> Any:
 
 def order_of_epoch(seed: int, r: int, trip: int, i: int, epoch: int, size: int) -> np.ndarray:
     """The order in which client i goes through its examples, as the engine draws it."""
-    key = jax.random.key(seed)
-    for number in (r, trip, i, epoch):
-        key = jax.random.fold_in(key, number)
-    return np.array(shuffle(key, size, size))
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    return np.array(_order(key, np.array([r, trip, i, epoch]), size))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _order(key: Any, numbers: Any, size: int) -> Any:
+    key = jax.random.wrap_key_data(key)
+    for k in range(len(numbers)):
+        key = jax.random.fold_in(key, numbers[k])
+    return shuffle(key, size, size)
 
 
 def gradient(program: Program, form: Form, batch: Any, inside: Any) -> Callable[[Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -9,11 +10,10 @@ try:
 except ImportError as error:
     raise ImportError("covary.flower needs Flower: pip install 'covary[flower]'") from error
 
-from covary.flower.audit import Audit, audit
-from covary.flower.client import client_app
-from covary.flower.server import Settings, serve, server_app
-
 if TYPE_CHECKING:
+    from covary.flower.client import client_app
+    from covary.flower.proof import Audit, audit
+    from covary.flower.server import Settings, serve, server_app
     from covary.flower.torch import flat_parameters, load_parameters, torch_client_app
 
 __all__ = [
@@ -28,13 +28,17 @@ __all__ = [
     "torch_client_app",
 ]
 
-FROM_TORCH = ("flat_parameters", "load_parameters", "torch_client_app")
+ROOMS = {
+    "proof": ("Audit", "audit"),
+    "client": ("client_app",),
+    "server": ("Settings", "serve", "server_app"),
+    "torch": ("flat_parameters", "load_parameters", "torch_client_app"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs PyTorch is imported when it is asked for."""
-    if name in FROM_TORCH:
-        from covary.flower import torch
-
-        return getattr(torch, name)
+    """Each is imported when it is asked for: a node starts a process for every message, and needs its own part only."""
+    for room, names in ROOMS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"covary.flower.{room}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,6 +39,7 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
         checkpoint: the server's folder.
         states: the nodes' folders.
 
+    >>> from covary.flower import audit
     >>> audit("/no/such/folder", [])
     Traceback (most recent call last):
     covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
