@@ -89,7 +89,7 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     """Hold a folder against other processes; the operating system lets go of it when this process ends, however.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)), held(Path(folder)):
+    >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)), held(Path(folder)):  # doctest: +ELLIPSIS
     ...     pass
     Traceback (most recent call last):
     covary.errors.CovaryError: ... is in use by process .... Wait until it ends, or give another folder.
