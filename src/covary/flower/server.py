@@ -31,7 +31,7 @@ from covary.plan import cohort_size
 from covary.report.folder import RunFolder
 from covary.simulate import Run
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, markup=False, soft_wrap=True)  # what nodes say is shown as it is
 Arrays = dict[str, np.ndarray]
 
 
@@ -120,7 +120,7 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         wanted = {str(name).replace("-", "_"): value for name, value in context.run_config.items()}
         ours = {f.name for f in fields(Settings)}
-        overridden = replace(chosen, **{name: value for name, value in wanted.items() if name in ours})
+        overridden = replace(chosen, **{name: _meant(name, v) for name, v in wanted.items() if name in ours})
         serve(grid, _with_numbers(algorithm, wanted), model, overridden, evaluate)
 
     return app
@@ -132,6 +132,14 @@ def _settings(rounds: int, others: Mapping[str, Any]) -> Settings:
         if name not in known:
             raise refused("settings", f"among {', '.join(sorted(known))}", repr(name), "Check the spelling.")
     return Settings(rounds, **others)
+
+
+OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "target")
+
+
+def _meant(name: str, value: Any) -> Any:
+    """A value of a run configuration, which cannot say None: 0 and "" stand for it."""
+    return None if name in OPTIONAL and value in (0, "") else value
 
 
 def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
@@ -189,7 +197,8 @@ class Server:
             raise refused("warm_start", "False", "True", f"{algorithm.name} has no controls that a gradient can set.")
         self.ledger = self._ledger(folder, x, buffers)
         self.history = RunFolder(folder)
-        self.refused: dict[str, int] = {}  # nodes that are not let in, by name
+        self.rows = self._rows_so_far()
+        self.refused: dict[str, tuple[float, float]] = {}  # not let in: when to ask again, and the next wait
         self.attempt = 0
 
     def _ledger(self, folder: Path, x: np.ndarray, buffers: Arrays) -> Ledger:
@@ -237,7 +246,6 @@ class Server:
 
     def run(self) -> Run:
         s, ledger = self.settings, self.ledger
-        self._drop_uncounted_rows()
         reached = self._finish_row(self._online()) if ledger.round else False
         diverged = False
         since = time.monotonic()
@@ -268,7 +276,7 @@ class Server:
             x=server.x,
             server=server,
             clients=None,  # on the clients' own disks
-            history=_columns(self.history.read() if self.history.results.is_file() else []),
+            history=_columns(self.rows),
             reached=ledger.round if reached else None,
             diverged=ledger.round + 1 if diverged else None,
         )
@@ -277,7 +285,7 @@ class Server:
         """One round, as far as it goes. False if it left the finite numbers."""
         ledger, s = self.ledger, self.settings
         r = ledger.round + 1
-        warm = self._unvisited(online)
+        warm = [] if ledger.trip else self._unvisited(online)
         trips, steps = self._trips(bool(warm))
         cohort = [name for name in ledger.cohort if name in online] if ledger.trip else self._cohort(r, online, warm)
         row: dict[str, Any] = {"round": r, "epoch": ledger.epoch, "bytes_down": 0, "bytes_up": 0, "asked": len(cohort)}
@@ -338,11 +346,15 @@ class Server:
 
     def _cohort(self, r: int, online: dict[str, int], warm: list[str]) -> list[str]:
         """Uniform among those that are there: when all are, simulation's own draw."""
-        S = cohort_size(self.settings.clients_per_round, len(self.ledger.members))
+        s = self.settings
+        S = cohort_size(s.clients_per_round, len(self.ledger.members))
+        if s.min_replies > S and not self.algorithm.lockstep:
+            fix = f"A round has {S} clients: raise clients_per_round."
+            raise refused("min_replies", f"at most {S}", s.min_replies, fix)
         if warm:
             return warm[:S]
         there = self._by_number(online)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed), r), 0)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(s.seed), r), 0)
         if self.attempt:
             key = jax.random.fold_in(key, self.attempt)
         return [there[k] for k in np.asarray(sample(key, len(there), min(S, len(there))))]
@@ -366,7 +378,7 @@ class Server:
             nonlocal up
             up += bytes_of(message.content)
             if "lost" in facts:
-                console.print(f"{name} has lost its state: {str(facts['lost'])[:200]}", markup=False)
+                console.print(f"{name} has lost its state: {str(facts['lost'])[:200]}")
                 lost.add(name)
                 return None
             return self._checked(message, facts, orders[name], like)
@@ -395,24 +407,22 @@ class Server:
         contents: Mapping[str, RecordDict],
         look: Callable[[str, Message, dict[str, Any]], Any],
         group: str = "",
+        most: float = math.inf,
     ) -> dict[str, Any]:
         """Send, and look at each reply as it comes, until all are there or time is up.
 
         Who reports an error, is refused at the look, or does not answer is named in the log and left out.
         """
-        names = list(nodes)
+        names, time_left = list(nodes), min(self.settings.round_timeout, most)
         messages = [
-            Message(
-                contents[n], dst_node_id=nodes[n], message_type=kind, ttl=self.settings.round_timeout, group_id=group
-            )
-            for n in names
+            Message(contents[n], dst_node_id=nodes[n], message_type=kind, ttl=time_left, group_id=group) for n in names
         ]
         sent = self.grid.push_messages(messages) if messages else []
         waiting = {str(i): name for i, name in zip(sent, names, strict=False) if i is not None}
         seen: dict[str, Any] = {}
         for name in set(names) - set(waiting.values()):
             console.print(f"{name}: its message could not be sent.")
-        deadline, pause = time.monotonic() + self.settings.round_timeout, 0.02
+        deadline, pause = time.monotonic() + time_left, 0.02
         while waiting and time.monotonic() < deadline:
             for message in self.grid.pull_messages(list(waiting)):
                 name = waiting.pop(message.metadata.reply_to_message_id, None)
@@ -426,12 +436,13 @@ class Server:
                     if "refused" in facts:
                         raise CovaryError(f"it refuses: {facts['refused']}")
                     seen[name] = look(name, message, facts)
-                except CovaryError as error:
-                    console.print(f"{name} is left out: {str(error)[:300]}", markup=False)
+                except Exception as error:  # whatever one node sends, the others go on
+                    why = str(error) if isinstance(error, CovaryError) else repr(error)
+                    console.print(f"{name} is left out: {why[:300]}")
             time.sleep(pause)
             pause = min(0.5, 1.5 * pause)
         for name in waiting.values():
-            console.print(f"{name} is left out: no reply in {self.settings.round_timeout:g} s.")
+            console.print(f"{name} is left out: no reply in {time_left:g} s.")
         return seen
 
     # Members
@@ -444,17 +455,17 @@ class Server:
     def _meet(self) -> dict[str, int]:
         """Let new nodes in, and wait until enough are there."""
         s, deadline, told = self.settings, time.monotonic() + self.settings.patience, False
-        least = len(self.ledger.members) if self.algorithm.lockstep else s.min_replies
         while True:
-            nodes = {identity(info): info.node_id for info in self.grid.get_nodes()}
+            nodes, now = {identity(info): info.node_id for info in self.grid.get_nodes()}, time.monotonic()
             strangers = {
                 name: node
                 for name, node in nodes.items()
-                if name not in self.ledger.members and self.refused.get(name) != node
+                if name not in self.ledger.members and self.refused.get(name, (0.0, 0.0))[0] <= now
             }
             if strangers:
                 self._let_in(strangers)
             online = {name: node for name, node in nodes.items() if name in self.ledger.members}
+            least = len(self.ledger.members) if self.algorithm.lockstep else s.min_replies
             enough = max(least, s.min_clients if not self.ledger.round else 1)
             if len(online) >= enough:
                 return online
@@ -473,7 +484,9 @@ class Server:
         task = {"algorithm": self.spec, "training": self.settings.training, "seed": self.settings.seed}
         task |= {"round": self.ledger.round, "trip": 1, "warm": False, "steps": None, "number": 0}
         question = self._instruction(RecordDict(), {"task": task})
-        self.refused |= strangers
+        for name in strangers:
+            wait = 2 * self.refused.get(name, (0.0, 30.0))[1]
+            self.refused[name] = (time.monotonic() + wait, min(wait, 3600.0))
 
         def look(name: str, message: Message, facts: dict[str, Any]) -> tuple[Any, str, int, int]:
             size, steps = whole("size", facts.get("size"), 1), whole("steps", facts.get("steps"), 1)
@@ -482,7 +495,7 @@ class Server:
             partition = facts.get("partition")
             return partition if isinstance(partition, int) else math.inf, name, size, steps
 
-        found = list(self._exchange("query", strangers, dict.fromkeys(strangers, question), look).values())
+        found = list(self._exchange("query", strangers, dict.fromkeys(strangers, question), look, most=60.0).values())
         found.sort()
         first = len(self.ledger.members)
         newcomers = {name: Member(first + k, size, steps) for k, (_, name, size, steps) in enumerate(found)}
@@ -522,13 +535,13 @@ class Server:
     def _finish_row(self, online: dict[str, int]) -> bool:
         """Measure the round just done, if that is due, and write its row, unless it is written. True at the target."""
         s, row = self.settings, dict(self.ledger.row)
-        rows = self.history.read() if self.history.results.is_file() else []
-        if rows and rows[-1]["round"] == row["round"]:
-            row = rows[-1]
+        if self.rows and self.rows[-1]["round"] == row["round"]:
+            row = self.rows[-1]
         else:
             if s.eval_every and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds):
                 row |= self._evaluate(online)
-            self.history.append(row)
+            self.history.append(row, durable=True)
+            self.rows.append(row)
             shown = "  ".join(f"{name} {row[name]:.4g}" for name in _measured(row))
             console.print(
                 f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {shown}  "
@@ -562,9 +575,11 @@ class Server:
             values |= {name: float(value) for name, value in self.measure_here(x).items()}
         return values
 
-    def _drop_uncounted_rows(self) -> None:
-        if self.history.results.is_file():
-            self.history.drop_torn_line()
+    def _rows_so_far(self) -> list[dict[str, Any]]:
+        if not self.history.results.is_file():
+            return []
+        self.history.drop_torn_line()
+        return self.history.read() if self.history.results.stat().st_size else []
 
 
 def identity(info: Any) -> str:
@@ -596,8 +611,12 @@ def merge(trip: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[
     return _named("server.", typed) | _prefixed(averaged)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+def _is_metric(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    ours = name in (*NOT_MEASURED, "drift")
+    return (
+        isinstance(value, float) and math.isfinite(value) and not ours and re.fullmatch(r"\w{1,64}", name) is not None
+    )
 
 
 def _mean(arrays: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:

@@ -41,7 +41,7 @@ def torch_client_app(
 
     Parameters with `requires_grad=False` are left as they are and are not sent: every node has to build them alike.
     Float buffers, such as the running statistics of BatchNorm, are averaged over the clients and never corrected by
-    control variates; other buffers (its counter of batches) stay on the node.
+    control variates; other buffers (its counter of batches) are not sent, and are as the module is built with them.
 
     Args:
         module: the model, or a function of Flower's `Context` that builds it.
@@ -176,11 +176,13 @@ class TorchNode:
 
     def _mean(self, values_of: Callable[[Any], Mapping[str, Any]], data: Tensors | Loader) -> dict[str, float]:
         totals: dict[str, float] = {}
+        rows = 0
         with torch.no_grad():
             for batch in data.everything():
+                rows += _rows(batch)
                 for name, value in values_of(_moved(batch, self.device)).items():
                     totals[name] = totals.get(name, 0.0) + float(value) * _rows(batch)
-        return {name: total / data.size for name, total in totals.items()}
+        return {name: total / rows for name, total in totals.items()}
 
     def _gradient(self, batches: Iterable[Any]) -> Gradient:
         """y -> the gradient of the mean loss over all these batches together."""

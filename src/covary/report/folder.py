@@ -75,9 +75,13 @@ class RunFolder:
             with self.results.open("r+b") as file:
                 file.truncate(whole)
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: dict[str, Any], durable: bool = False) -> None:
+        """Add a line; a durable one is on the disk when this returns."""
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _plain(value: Any) -> Any:
