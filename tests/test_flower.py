@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 import covary as cv
 from covary.cli import app as cli
 from covary.errors import CovaryError
-from covary.flower import Settings, audit, client_app, load_parameters, serve, server_app, torch_client_app
+from covary.flower import (
+    Settings,
+    audit,
+    client_app,
+    load_model,
+    load_parameters,
+    serve,
+    server_app,
+    torch_client_app,
+)
 from covary.flower.wire import facts_of, pack
 
 N, D = 4, 5
@@ -49,7 +58,7 @@ def jax_apps(folder, data, model=MODEL, **options):
 
 
 def deploy(folder, grid, algorithm, rounds=4, model: Any = MODEL, **settings):
-    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), **ROUND, **settings}
+    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": 10.0, **ROUND, **settings}
     return serve(grid, algorithm, model, Settings(rounds, **settings))
 
 
@@ -200,6 +209,73 @@ def test_buffers_are_averaged_and_frozen_parameters_stay_at_home(tmp_path):
         own.append(norm.running_mean.numpy())
     np.testing.assert_allclose(arrays["buffers.0.running_mean"], np.mean(own, axis=0), rtol=1e-12)
     assert audited(tmp_path).gap < 1e-12
+    trained = load_model(batch_norm_network(), tmp_path / "server")
+    np.testing.assert_array_equal(trained[0].running_mean, arrays["buffers.0.running_mean"])
+    np.testing.assert_array_equal(trained[2].bias.detach(), run.x[-3:])
+
+
+def test_layers_set_to_eval_masks_and_single_numbers_are_left_alone(tmp_path):
+    def build():
+        network = batch_norm_network()
+        network[0].eval()
+        network.register_buffer("mask", torch.tensor([-torch.inf, 0.0]))
+        network.register_buffer("scale", torch.tensor(1.5, dtype=torch.float64))
+        return network
+
+    grid = LoopbackGrid(torch_apps(tmp_path, parts(), build))
+    deploy(tmp_path, grid, cv.scaffold(0.1), 1, build())
+    deploy(tmp_path, grid, cv.scaffold(0.1), 2, build(), resume=True)
+    trained = load_model(build(), tmp_path / "server")
+    assert trained[0].running_mean.abs().max() == 0
+    assert trained.scale == 1.5
+
+
+def test_batches_of_dicts_and_dropped_rows_are_weighed_by_what_was_seen(tmp_path):
+    class Loader:
+        dataset = range(12)  # of which the last two are dropped
+
+        def __init__(self, part):
+            x, y = map(torch.tensor, part)
+            self.batches = [{"id": ["a"] * 5, "x": x[k : k + 5], "y": y[k : k + 5]} for k in (0, 5)]
+
+        def __iter__(self):
+            return iter(self.batches)
+
+        def __len__(self):
+            return 2
+
+    def loss(module, batch):
+        return torch_loss(module, (batch["x"], batch["y"]))
+
+    data = parts()
+    apps = {
+        i: (torch_client_app(torch_linear(), loss, Loader(part), state=tmp_path / f"state{i}"), {"partition-id": i})
+        for i, part in enumerate(data)
+    }
+    run = deploy(tmp_path, LoopbackGrid(apps), cv.sgd(0.5), 2, torch_linear())
+    seen = simulated(cv.sgd(0.5), [(x[:10], y[:10]) for x, y in data], 2)
+    np.testing.assert_allclose(run.history["loss"], seen.history["loss"], rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (torch.utils.data.DataLoader(range(3), batch_size=5, drop_last=True), "at least one batch"),
+        ((torch.zeros(3, D), torch.zeros(2)), "tensors of one length"),
+        (7, "tensors, or batches with a length"),
+    ],
+)
+def test_loaders_that_cannot_be_trained_on_are_refused(loader, why, tmp_path, capsys):
+    apps = torch_apps(tmp_path, parts()[:2])
+    apps[2] = (torch_client_app(torch_linear(), torch_loss, loader, state=tmp_path / "other"), {})
+    deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.1), 1, torch_linear(), min_clients=2)
+    assert why in capsys.readouterr().out
+
+
+def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):
+    grid = LoopbackGrid(torch_apps(tmp_path, parts()))
+    with pytest.raises(CovaryError, match="0 nodes are there"):
+        deploy(tmp_path, grid, cv.scaffold(0.1), 1, MODEL, patience=0.5)
 
 
 # Nothing bad gets in
@@ -225,6 +301,9 @@ LIES = {
     "fields": lambda facts, up: (facts, {"dc": next(iter(up.values()))}),
     "token": lambda facts, up: (facts | {"token": "0123456789abcdef"}, up),
     "no token": lambda facts, up: ({}, up),
+    "big drift": lambda facts, up: (facts | {"drift": 10**400, "token": ""}, up),
+    "control characters": lambda facts, up: ({"refused": "\ud800\x1b[2J\n[/x]"}, up),
+    "lost what was never counted": lambda facts, up: ({"lost": "everything"}, up),
     "objects": lambda facts, up: (facts, {n: np.array(["a"] * len(a)) for n, a in up.items()}),
 }
 
@@ -274,6 +353,62 @@ def test_a_node_with_another_model_is_not_let_in(tmp_path, capsys):
     run = deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.3), 2, min_clients=N)
     assert run.history["cohort"].shape == (2, N)
     assert "Use one model" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "values", [{"cohort": 1.5}, {"[/x]": 1.0}, {"round": 7.0}, {"loss": "low"}, {f"m{k}": 1.0 for k in range(200)}, 3]
+)
+def test_what_a_node_measures_cannot_rewrite_the_history(values, tmp_path):
+    def fault(node, message):
+        def lie(reply):
+            reply.content = pack({"values": values, "tested": 3})
+            return reply
+
+        return lie if node == 1 and message.metadata.message_type == "evaluate" else None
+
+    run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 2)
+    assert set(run.history) >= {"loss", "accuracy", "cohort"}
+    assert run.history["cohort"].shape == (2, N)
+    assert len(run.history) < 15
+
+
+def test_who_loses_its_state_again_and_again_is_not_asked_again(tmp_path, capsys):
+    def fault(node, message):
+        if node == 1 and message.metadata.message_type == "train":
+            shutil.rmtree(tmp_path / "state1", ignore_errors=True)
+        return None
+
+    deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 14, eval_every=0)
+    found = audited(tmp_path)
+    assert (found.members, found.epoch) == (3, 4)
+    assert "is not asked again" in capsys.readouterr().out
+
+
+def test_a_node_that_missed_the_first_question_is_asked_again(tmp_path, monkeypatch):
+    asked = []
+
+    def fault(node, message):
+        if node == 1 and message.metadata.message_type == "query":
+            asked.append(node)
+            return "lost" if len(asked) == 1 else None
+        return None
+
+    now = [0.0]  # an hour passes with every look at the clock
+    monkeypatch.setattr("covary.flower.server.time", FastClock(now))
+    deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 1, patience=1e9)
+    assert len(asked) == 2
+
+
+class FastClock:
+    def __init__(self, now):
+        self.now = now
+
+    def monotonic(self):
+        self.now[0] += 40.0
+        return self.now[0]
+
+    def sleep(self, seconds):
+        self.now[0] += seconds
 
 
 # Machines fail
@@ -372,6 +507,92 @@ def test_a_server_that_waits_in_vain_says_what_for(tmp_path):
         deploy(tmp_path, grid, cv.scaffold(0.3), 3, min_clients=5, patience=0.5)
 
 
+def test_a_warm_start_waits_for_nobody(tmp_path):
+    def fault(node, message):
+        return "dropped" if node == 2 and message.metadata.message_type == "train" else None
+
+    options = {"warm_start": True, "clients_per_round": 2, "min_replies": 2, "round_timeout": 0.2, "eval_every": 0}
+    run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()[:3])), cv.scaffold(0.3), 4, **options)
+    assert run.rounds == 4
+    options |= {"checkpoint": tmp_path / "again", "min_replies": 1, "clients_per_round": 1}
+    mute = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()[:3]), fault), cv.scaffold(0.3), 6, **options)
+    assert mute.rounds == 6
+    assert np.linalg.norm(mute.x) > 0
+
+
+def test_fewer_members_than_clients_per_round_is_no_end(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 2, clients_per_round=4)
+    grid.offline = {1}
+    options = {"clients_per_round": 4, "forget_after": 1, "resume": True}
+    assert deploy(tmp_path, grid, cv.scaffold(0.3), 5, **options).history["cohort"][-1].tolist() == [0, 1, 2, -1]
+
+
+def test_a_table_that_grew_changes_the_steps_not_the_membership(tmp_path):
+    data, options = parts(), {"local_steps": None, "local_epochs": 1}
+    grid = LoopbackGrid(jax_apps(tmp_path, data))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 2, **options)
+    data[1] = tuple(np.concatenate([a, a]) for a in data[1])
+    grid.apps = jax_apps(tmp_path, data)
+    run = deploy(tmp_path, grid, cv.scaffold(0.3), 5, resume=True, **options)
+    assert run.history["cohort"][-1].tolist() == [0, 1, 2, 3]
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_a_damaged_journal_is_a_lost_one(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 2)
+    (journal,) = (tmp_path / "state1").glob("*/journal")
+    content = bytearray(journal.read_bytes())
+    content[-1] ^= 1
+    journal.write_bytes(content)
+    deploy(tmp_path, grid, cv.scaffold(0.3), 5, resume=True)
+    assert audited(tmp_path).epoch == 1
+
+
+def test_an_old_copy_of_a_checkpoint_takes_over_in_a_new_epoch(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 2)
+    shutil.copytree(tmp_path / "server", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "state0")
+    deploy(tmp_path, grid, cv.scaffold(0.3), 5, resume=True)
+    assert audited(tmp_path).epoch == 1
+    shutil.rmtree(tmp_path / "server")
+    shutil.move(tmp_path / "copy", tmp_path / "server")  # the newer one is lost
+    deploy(tmp_path, grid, cv.scaffold(0.3), 7, resume=True)
+    assert audited(tmp_path).epoch == 2
+
+
+def test_the_older_of_two_servers_is_fenced_off(tmp_path):
+    started = []
+
+    def fault(node, message):
+        if message.metadata.group_id == "3" and not started:
+            started.append(True)
+            shutil.copytree(tmp_path / "server", tmp_path / "copy", ignore=shutil.ignore_patterns("lock"))
+            deploy(tmp_path, grid, cv.scaffold(0.3), 5, resume=True, checkpoint=tmp_path / "copy")
+        return None
+
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()), fault)
+    with pytest.raises(CovaryError, match="another server is at work"):
+        deploy(tmp_path, grid, cv.scaffold(0.3), 9)
+
+
+def test_a_torn_first_line_of_the_history_is_written_again(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()))
+    deploy(tmp_path, grid, cv.scaffold(0.3), 1)
+    (tmp_path / "server" / "results.jsonl").write_text('{"round": 1, "epo')
+    run = deploy(tmp_path, grid, cv.scaffold(0.3), 2, resume=True)
+    assert run.history["round"].tolist() == [1, 2]
+    assert not np.isnan(run.history["loss"]).any()
+
+
+def test_lockstep_refuses_unequal_steps(tmp_path):
+    grid = LoopbackGrid(jax_apps(tmp_path, parts(sizes=(8, 12, 20))))
+    with pytest.raises(CovaryError, match="from 2 to 5"):
+        deploy(tmp_path, grid, cv.vrl_sgd(0.1), 1, local_steps=None, local_epochs=1)
+
+
 # What leaves a node
 
 
@@ -398,6 +619,13 @@ def test_clipped_and_noised_before_it_is_kept_or_sent(apps, option, tmp_path):
     )
     assert audited(tmp_path).gap < 1e-10
     assert np.isnan(noisy.history["drift"]).all()  # a number that was not clipped stays at home
+
+
+def test_a_node_that_clips_tells_no_loss_unless_it_says_so(tmp_path):
+    for said, seen in ((None, False), (True, True)):
+        apps = jax_apps(tmp_path / str(said), parts(), clip=0.1, evaluate=said)
+        run = deploy(tmp_path / str(said), LoopbackGrid(apps), cv.scaffold(0.3), 1)
+        assert ("loss" in run.history) is seen
 
 
 def test_noise_without_a_clip_is_refused():
@@ -450,7 +678,16 @@ def test_a_target_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"weights": "mine"}, {"target": "soon"}, {"rounds": 0}, {"eval_every": -1}, {"spelling": 1}, {"patience": 0}],
+    [
+        {"weights": "mine"},
+        {"resume": "false"},
+        {"clients_per_round": 1.5},
+        {"target": "soon"},
+        {"rounds": 0},
+        {"eval_every": -1},
+        {"spelling": 1},
+        {"patience": 0},
+    ],
 )
 def test_settings_are_checked_at_the_door(wrong):
     with pytest.raises(CovaryError):

@@ -12,7 +12,9 @@ PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/scale.md", "d
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm", "stream", "server", "client"])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm", "stream", "server", "client", "load"]
+)
 def test_block_runs(block, capsys):
     names = {}
     exec(block, names)

@@ -39,8 +39,8 @@ class File:
 
     def write(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
         """Replace the file. When this returns, the new content is on the disk; before, the old one is."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        told = json.dumps(facts, allow_nan=False)
+        arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        told = json.dumps(facts, allow_nan=False, default=lambda number: number.item())
         content = save(arrays, {"facts": told, "sha256": _digest(arrays, told)})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(self.path.name + ".draft")
@@ -80,7 +80,7 @@ def _digest(arrays: Mapping[str, np.ndarray], told: str) -> str:
     digest = hashlib.sha256(told.encode())
     for name in sorted(arrays):
         digest.update(f"\0{name} {arrays[name].dtype} {arrays[name].shape}\0".encode())
-        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+        digest.update(arrays[name].tobytes())
     return digest.hexdigest()
 
 

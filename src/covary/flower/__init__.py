@@ -12,8 +12,10 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from covary.flower.client import client_app
+    from covary.flower.model import load_model
     from covary.flower.proof import Audit, audit
-    from covary.flower.server import Settings, serve, server_app
+    from covary.flower.server import serve, server_app
+    from covary.flower.settings import Settings
     from covary.flower.torch import flat_parameters, load_parameters, torch_client_app
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "audit",
     "client_app",
     "flat_parameters",
+    "load_model",
     "load_parameters",
     "serve",
     "server_app",
@@ -31,7 +34,9 @@ __all__ = [
 ROOMS = {
     "proof": ("Audit", "audit"),
     "client": ("client_app",),
-    "server": ("Settings", "serve", "server_app"),
+    "model": ("load_model",),
+    "server": ("serve", "server_app"),
+    "settings": ("Settings",),
     "torch": ("flat_parameters", "load_parameters", "torch_client_app"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from covary.devices import Place
 from covary.durable import File, held
 from covary.errors import CovaryError, refused
 from covary.evaluate import measure
-from covary.flower.journal import ClientJournal, Order, Refused, StateLost
+from covary.flower.journal import ClientJournal, Order, Refused, Stale, StateLost
 from covary.flower.wire import facts_of, pack, vectors_of
 from covary.plan import Layout, Plan, make_plan
 from covary.problem import Problem
@@ -33,6 +34,14 @@ from covary.program import Program, Target, World
 FACTORIES = tuple(getattr(algorithms, name) for name in algorithms.__all__)
 FULL_BATCH = {"local_steps": None, "local_epochs": None, "batch_size": None}
 BUSY = 600.0  # seconds to wait for a process that still works on an earlier order
+
+
+class OtherSteps(Refused):
+    """The server counts on another number of steps than this node takes now."""
+
+    def __init__(self, steps: int, expected: int):
+        super().__init__(f"this node now takes {steps} steps, and was counted on for {expected}")
+        self.steps = steps
 
 
 class Task(NamedTuple):
@@ -69,6 +78,7 @@ class Privacy(NamedTuple):
 
     clip: float | None = None  # its norm is at most this
     noise: float = 0.0  # then Gaussian noise is added, this times `clip` in every coordinate
+    evaluate: bool = True  # loss and metrics are told
 
     @property
     def used(self) -> bool:
@@ -82,6 +92,9 @@ class Node(Protocol):
 
     @property
     def x(self) -> np.ndarray: ...  # a vector of the model's length and type
+
+    @property
+    def form(self) -> str: ...  # what the vector's numbers are: equal for equal models
 
     @property
     def buffers(self) -> dict[str, np.ndarray]: ...  # what is averaged beside the parameters
@@ -101,6 +114,7 @@ def client_app(
     state: str | Path | None = None,
     clip: float | None = None,
     noise: float = 0.0,
+    evaluate: bool | None = None,
     factories: Iterable[Callable[..., Algorithm]] = (),
 ) -> ClientApp:
     """A Flower ClientApp for a JAX model: any algorithm that the server names, on this node's own data.
@@ -113,6 +127,8 @@ def client_app(
         clip: the largest norm of a change of the model (and of a gradient) that leaves this node.
         noise: Gaussian noise on top, as a multiple of `clip`, in every coordinate. Both are applied before anything
             is kept or sent, so that what this node keeps is what the server counted.
+        evaluate: whether this node tells its loss and metrics at a model that the server sends. By default it does,
+            unless it clips: from enough exact losses a server can work out exact gradients.
         factories: algorithms of your own that the server may name, beside covary's.
 
     >>> import numpy as np, covary as cv
@@ -128,17 +144,17 @@ def client_app(
     def node(context: Context) -> Node:
         return JaxNode(problem if isinstance(problem, Problem) else problem(context))
 
-    return build_app(node, state, checked_privacy(clip, noise), (*FACTORIES, *factories))
+    return build_app(node, state, checked_privacy(clip, noise, evaluate), (*FACTORIES, *factories))
 
 
-def checked_privacy(clip: float | None, noise: float) -> Privacy:
+def checked_privacy(clip: float | None, noise: float, evaluate: bool | None) -> Privacy:
     non_negative("noise", noise)
     if clip is None:
         if noise:
             raise refused("clip", "a norm where there is noise", None, "Noise is a multiple of it. Try clip=1.0.")
-        return Privacy()
+        return Privacy(evaluate=evaluate is not False)
     positive("clip", clip)
-    return Privacy(float(clip), float(noise))
+    return Privacy(float(clip), float(noise), bool(evaluate))
 
 
 def build_app(
@@ -150,12 +166,28 @@ def build_app(
     """The handlers of a node, whatever its framework. What it will not do, it refuses with a reason in its reply."""
     app = ClientApp()
 
+    def ready(node: Node, facts: dict[str, Any]) -> None:
+        """Refuse a server with another model, and a model that a clip does not cover."""
+        if facts["form"] != node.form:
+            raise CovaryError(
+                f"the server's model ({facts['about']}) is not this node's ({len(node.x)} numbers of {node.x.dtype}): "
+                "names, shapes, types and frozen parameters have to be the same. Use one model, and one setting of "
+                "jax_enable_x64, on both."
+            )
+        if privacy.used and node.buffers:
+            names = ", ".join(node.buffers)
+            raise CovaryError(f"clip does not cover the averages of buffers ({names}). Use a model without them.")
+
     def answer(work: Callable[[Message, Context, Node], RecordDict]) -> Callable[[Message, Context], Message]:
         def handle(message: Message, context: Context) -> Message:
             try:
                 content = work(message, context, node_of(context))
             except StateLost as error:
-                content = pack({"lost": str(error)})
+                content = pack({"lost": str(error), "epoch": error.epoch})
+            except Stale as error:
+                content = pack({"refused": str(error), "stale": True})
+            except OtherSteps as error:
+                content = pack({"refused": str(error), "steps": error.steps})
             except (Refused, CovaryError) as error:
                 content = pack({"refused": str(error)})
             return Message(content, reply_to=message)
@@ -168,10 +200,7 @@ def build_app(
         facts = facts_of(message)
         task = Task(**facts["task"])
         task.build(factories)
-        _same_model(node, facts["d"], facts["dtype"])
-        if privacy.used and node.buffers:
-            names = ", ".join(node.buffers)
-            raise CovaryError(f"clip does not cover the averages of buffers ({names}). Use a model without them.")
+        ready(node, facts)
         found = {"size": node.size, "steps": node.steps(task.training), "buffers": sorted(node.buffers)}
         return pack(found | {"partition": context.node_config.get("partition-id")})
 
@@ -182,9 +211,9 @@ def build_app(
         task, order = Task(**facts["task"]), Order(**facts["order"])
         algorithm = task.build(factories)
         exchange, x = task.exchange(algorithm), node.x
-        _same_model(node, facts["d"], facts["dtype"])
+        ready(node, facts)
         if task.steps is not None and task.steps != node.steps(task.training):
-            raise CovaryError(f"this node takes {node.steps(task.training)} steps, and was counted on for {task.steps}")
+            raise OtherSteps(node.steps(task.training), task.steps)
         down = exchange.broadcast(algorithm.init_server(x))
         down = type(down)(**vectors_of(message, "down", down._asdict()))
         buffers = vectors_of(message, "buffers", node.buffers)
@@ -198,7 +227,7 @@ def build_app(
         else:
             folder = _state_folder(state, context) / _job(order)
             with held(folder, BUSY):
-                journal = ClientJournal(File(folder / "journal"))
+                journal = _journal(folder)
                 fresh = {name: np.asarray(value, x.dtype) for name, value in start._asdict().items()}
                 client = type(start)(**journal.begin(order, lambda: fresh))
                 up, client, buffers, drift = work(client)
@@ -209,8 +238,9 @@ def build_app(
     @app.evaluate()
     @answer
     def evaluate(message: Message, context: Context, node: Node) -> RecordDict:
-        facts = facts_of(message)
-        _same_model(node, facts["d"], facts["dtype"])
+        ready(node, facts_of(message))
+        if not privacy.evaluate:
+            raise CovaryError("this node does not tell its loss and metrics")
         x = vectors_of(message, "down", {"x": node.x})["x"]
         values, tested = node.evaluate(x, vectors_of(message, "buffers", node.buffers))
         return pack({"values": {name: float(v) for name, v in values.items()}, "tested": tested})
@@ -218,13 +248,14 @@ def build_app(
     return app
 
 
-def _same_model(node: Node, d: int, dtype: str) -> None:
-    x = node.x
-    if (len(x), str(x.dtype)) != (d, dtype):
-        raise CovaryError(
-            f"the server's model has {d} numbers of {dtype}, this node's has {len(x)} of {x.dtype}. Use one model, and "
-            "one setting of jax_enable_x64, on both."
-        )
+def _journal(folder: Path) -> ClientJournal:
+    """This job's journal. One that is damaged is put aside: its state is lost, and the server will be told."""
+    file = File(folder / "journal")
+    try:
+        return ClientJournal(file)
+    except CovaryError:
+        file.path.replace(file.path.with_name("journal.damaged"))
+        return ClientJournal(file)
 
 
 def _job(order: Order) -> str:
@@ -244,6 +275,13 @@ def _state_folder(state: str | Path | None, context: Context) -> Path:
     return Path(folder)
 
 
+def form_of_params(params: Any) -> str:
+    """A fingerprint of params: the names, shapes and types of the arrays, in their order in the flat vector."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    told = [(jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
 class JaxNode:
     """One client of a `Problem`, by the same compiled functions as in simulation."""
 
@@ -256,6 +294,7 @@ class JaxNode:
         self.problem = problem
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
+        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)))
         self.buffers: dict[str, np.ndarray] = {}
 
     def steps(self, training: dict[str, Any]) -> int:
@@ -318,7 +357,7 @@ def _compiled_work(
 
 
 def _guard(privacy: Privacy, key: Any) -> Guard:
-    clip, noise = privacy
+    clip, noise, _ = privacy
     assert clip is not None
 
     def guard(v: Any, which: int) -> Any:

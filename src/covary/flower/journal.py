@@ -12,6 +12,7 @@ begins: the server's c and every client's c_i start again from zero.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from covary.errors import CovaryError
 
 Arrays = dict[str, np.ndarray]
 FORMAT = 1
+BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0}
 
 
 class Disk(Protocol):
@@ -46,8 +48,16 @@ class Refused(Exception):
     """An order that a client cannot follow."""
 
 
+class Stale(Refused):
+    """The order is older than one that the client has followed, perhaps of another server."""
+
+
 class StateLost(Refused):
     """The client does not have the state that the server counts on."""
+
+    def __init__(self, why: str, epoch: int = -1):
+        super().__init__(why)
+        self.epoch = epoch  # that of the client's state, for the server to go beyond
 
 
 class ClientJournal:
@@ -55,17 +65,20 @@ class ClientJournal:
 
     def __init__(self, disk: Disk):
         self.disk = disk
-        arrays, facts = disk.read() or ({}, {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": ""})
-        _readable(facts)
+        arrays, facts = disk.read() or ({}, BLANK)
+        readable(facts)
         self.seq, self.epoch = facts["seq"], facts["epoch"]
         self.token, self.pending_token = facts["committed"], facts["pending"]
+        self.scale: float = facts["scale"]  # the largest norm that a state has had: what rounding is measured by
         self.committed = _part(arrays, "committed.")
         self.pending = _part(arrays, "pending.")
 
     def begin(self, order: Order, start: Callable[[], Arrays]) -> Arrays:
         """The state to work from, settled by what the server has counted. Nothing is written yet."""
-        if order.seq <= self.seq or order.epoch < self.epoch:
-            raise Refused(f"stale: order {order.seq} of epoch {order.epoch} after {self.seq} of epoch {self.epoch}")
+        if order.seq <= self.seq:
+            raise Stale(f"order {order.seq} came after {self.seq}")
+        if order.epoch < self.epoch:  # of a newer server, but from an older checkpoint
+            raise StateLost(f"the server is in epoch {order.epoch}, this disk in epoch {self.epoch}", self.epoch)
         committed, token = self.committed, self.token
         pending, pending_token = self.pending, self.pending_token
         if order.epoch > self.epoch:
@@ -81,12 +94,14 @@ class ClientJournal:
 
     def prepare(self, order: Order, pending: Arrays) -> None:
         """Put the new state on the disk, pending; the upload may be sent when this returns."""
+        self.scale = max(self.scale, *(float(np.linalg.norm(array)) for array in pending.values()), 0.0)
         facts = {
             "format": FORMAT,
             "seq": order.seq,
             "epoch": order.epoch,
             "committed": self.token,
             "pending": order.token,
+            "scale": self.scale,
         }
         arrays = {f"committed.{name}": array for name, array in self.committed.items()}
         arrays |= {f"pending.{name}": array for name, array in pending.items()}
@@ -151,13 +166,13 @@ class Ledger:
         if found is None:
             raise CovaryError("There is no checkpoint to resume. Start without resume, or give the folder of one.")
         arrays, facts = found
-        _readable(facts)
+        readable(facts)
         ledger = cls(disk, arrays, facts)
         ledger._take_over()
         return ledger
 
     def _take_over(self) -> None:
-        self.fence += 1
+        self.fence = max(self.fence + 1, int(1000 * time.time()))  # above that of any server that was started earlier
         self.write()
 
     def write(self) -> None:
@@ -169,7 +184,7 @@ class Ledger:
     def order(self, name: str) -> Order:
         """The next order for a member."""
         self._sent += 1
-        seq = self.fence * 2**32 + self._sent
+        seq = self.fence * 2**20 + self._sent
         return Order(self.job, self.epoch, seq, secrets.token_hex(8), self.members[name].counted)
 
     def count(self, tokens: Mapping[str, str], arrays: Arrays, **position: Any) -> None:
@@ -181,20 +196,26 @@ class Ledger:
             setattr(self, name, value)
         self.write()
 
-    def reset(self, arrays: Arrays, leaving: tuple[str, ...] = ()) -> None:
-        """Begin a new epoch, in which every client's state starts anew, without those who left for good."""
+    def reset(self, arrays: Arrays, leaving: tuple[str, ...] = (), after: int = -1) -> None:
+        """Begin a new epoch, beyond any that is known: every client's state starts anew, without those who leave."""
         stay = [name for name in self.members if name not in leaving]
         self.members = {name: self.members[name]._replace(counted="", number=i) for i, name in enumerate(stay)}
-        self.arrays, self.epoch = arrays, self.epoch + 1
+        self.arrays, self.epoch = arrays, max(self.epoch, after) + 1
         self.trip, self.cohort = 0, []
         self.warm = []
         self.write()
 
-    def join(self, newcomers: Mapping[str, Member], arrays: Arrays) -> None:
-        """Take in new members, whose states are zero; the arrays have c scaled to the mean over all."""
+    def join(self, newcomers: Mapping[str, Member], arrays: Arrays, new_epoch: bool = False) -> None:
+        """Take in new members, whose states are zero; the arrays have c scaled to the mean over all.
+
+        With a new epoch where that mean cannot be had by scaling.
+        """
         self.members |= newcomers
-        self.arrays = arrays
-        self.write()
+        if new_epoch:
+            self.reset(arrays)
+        else:
+            self.arrays = arrays
+            self.write()
 
     def weights(self, by_examples: bool) -> dict[str, float]:
         """p_i of every member."""
@@ -206,7 +227,7 @@ def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _readable(facts: Mapping[str, Any]) -> None:
+def readable(facts: Mapping[str, Any]) -> None:
     if facts.get("format") != FORMAT:
         raise CovaryError(
             f"This journal has format {facts.get('format')}, and this covary reads format {FORMAT}. "

@@ -10,7 +10,7 @@ import numpy as np
 
 from covary.durable import File
 from covary.errors import CovaryError
-from covary.flower.journal import ClientJournal, Ledger, StateLost
+from covary.flower.journal import ClientJournal, Ledger, StateLost, readable
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Audit:
     missing: tuple[str, ...]  # members whose state is on none of the disks
     norm: float  # ‖c‖
     gap: float  # ‖c - sum p_i c_i‖, without the missing
+    rounding: float  # what rounding can have made of it: 100 units in the last place of the largest c_i, times √rounds
 
     @property
     def holds(self) -> bool:
         """Whether nothing is missing and the gap is rounding only."""
-        scale = max([self.norm, *self.norms.values()], default=0.0)
-        return not self.missing and self.gap <= 1e-5 * scale
+        return not self.missing and self.gap <= self.rounding
 
 
 def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
@@ -47,6 +47,7 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
     found = File(Path(checkpoint) / "ledger").read()
     if found is None:
         raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
+    readable(found[1])
     ledger = Ledger(File(Path(checkpoint) / "ledger"), *found)
     if not ledger.settings["invariant"]:
         raise CovaryError(f"{ledger.settings['algorithm']} has no control variates to audit.")
@@ -68,7 +69,9 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
         norms[name] = float(np.linalg.norm(c_i))
         total += p * c_i.astype(np.float64)
     gap, norm = float(np.linalg.norm(c - total)), float(np.linalg.norm(c))
-    return Audit(ledger.round, ledger.epoch, len(ledger.members), norms, tuple(missing), norm, gap)
+    scale = max([norm, *(journal.scale for journal in journals)])
+    rounding = float(100 * np.finfo(c.dtype).eps * np.sqrt(max(1, ledger.round)) * scale)
+    return Audit(ledger.round, ledger.epoch, len(ledger.members), norms, tuple(missing), norm, gap, rounding)
 
 
 def _control(journal: ClientJournal, epoch: int, counted: str, field: str) -> np.ndarray | None:

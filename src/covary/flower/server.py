@@ -8,7 +8,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,65 +19,21 @@ from jax.flatten_util import ravel_pytree
 from rich.console import Console
 
 from covary.algorithm import Algorithm, Exchange
-from covary.checks import positive, whole
+from covary.checks import whole
 from covary.cohort import sample
 from covary.durable import File, held
 from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.flower.client import form_of_params
 from covary.flower.journal import Ledger, Member, Order
-from covary.flower.wire import FACTS, bytes_of, facts_of, pack, vectors_of
-from covary.job import direction
+from covary.flower.settings import Settings, checked_settings, goal, overridden
+from covary.flower.wire import FACTS, bytes_of, facts_of, pack, shown, vectors_of
 from covary.plan import cohort_size
 from covary.report.folder import RunFolder
 from covary.simulate import Run
 
 console = Console(highlight=False, markup=False, soft_wrap=True)  # what nodes say is shown as it is
 Arrays = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a deployed run goes. Those with a twin in `covary.simulate` mean the same."""
-
-    rounds: int
-    clients_per_round: int | float | None = None
-    local_steps: int | None = None
-    local_epochs: int | None = None
-    batch_size: int | float | None = None
-    seed: int = 0
-    warm_start: bool = False
-    weights: str = "uniform"
-    target: str | None = None  # such as "accuracy >= 0.9"
-    eval_every: int = 1  # on all nodes that are there; 0 for never
-    min_clients: int = 2  # nodes to wait for before the first round
-    min_replies: int = 1  # a round with fewer is abandoned and tried again
-    round_timeout: float = 600.0  # seconds for a trip; who is later is left out
-    patience: float = 600.0  # seconds without a finished round, or without enough nodes, until the server gives up
-    forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
-    largest: float = 1e6  # uploads with larger numbers are refused
-    checkpoint: str | Path = "checkpoint"
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "min_clients", "min_replies"):
-            whole(name, getattr(self, name), 1)
-        whole("eval_every", self.eval_every, 0)
-        whole("seed", self.seed, 0, most=2**32 - 1)
-        for name in ("round_timeout", "patience", "largest"):
-            positive(name, getattr(self, name))
-        if self.forget_after is not None:
-            whole("forget_after", self.forget_after, 1)
-        if self.weights not in ("uniform", "examples"):
-            fix = "The paper's f is the uniform mean."
-            raise refused("weights", '"uniform" or "examples"', repr(self.weights), fix)
-        if self.local_steps is not None and self.local_epochs is not None:
-            came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
-            raise CovaryError(f"{came} exclude each other. Give one of them.")
-        if self.target is not None:
-            _target(self.target)
-
-    @property
-    def training(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("local_steps", "local_epochs", "batch_size")}
+LOSSES = 3  # losses of a member's state before it is no longer asked
 
 
 def server_app(
@@ -111,7 +66,7 @@ def server_app(
     >>> model = cv.models.logistic_regression(64, 10)
     >>> app = server_app(cv.scaffold(eta_l=0.3), model, rounds=20, local_steps=10, checkpoint="/tmp/digits")
     """
-    chosen = _settings(rounds, settings)
+    chosen = checked_settings(rounds, settings)
     if not isinstance(algorithm, Algorithm):
         raise refused("algorithm", "an Algorithm", type(algorithm).__name__, "Try covary.scaffold(eta_l=0.1).")
     app = ServerApp()
@@ -119,27 +74,9 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         wanted = {str(name).replace("-", "_"): value for name, value in context.run_config.items()}
-        ours = {f.name for f in fields(Settings)}
-        overridden = replace(chosen, **{name: _meant(name, v) for name, v in wanted.items() if name in ours})
-        serve(grid, _with_numbers(algorithm, wanted), model, overridden, evaluate)
+        serve(grid, _with_numbers(algorithm, wanted), model, overridden(chosen, wanted), evaluate)
 
     return app
-
-
-def _settings(rounds: int, others: Mapping[str, Any]) -> Settings:
-    known = {f.name for f in fields(Settings)}
-    for name in others:
-        if name not in known:
-            raise refused("settings", f"among {', '.join(sorted(known))}", repr(name), "Check the spelling.")
-    return Settings(rounds, **others)
-
-
-OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "target")
-
-
-def _meant(name: str, value: Any) -> Any:
-    """A value of a run configuration, which cannot say None: 0 and "" stand for it."""
-    return None if name in OPTIONAL and value in (0, "") else value
 
 
 def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
@@ -149,8 +86,9 @@ def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
     if not changed or algorithm.recipe is None:
         return algorithm
     factory = getattr(covary, algorithm.recipe[0].__name__, None)
-    if factory is None:
+    if getattr(factory, "__wrapped__", None) is not algorithm.recipe[0]:
         raise CovaryError(f"{', '.join(changed)} of an algorithm of your own cannot be set from the run configuration.")
+    assert factory is not None
     return factory(**{**algorithm.numbers, **changed}, **dict(algorithm.recipe[1]))
 
 
@@ -187,7 +125,7 @@ class Server:
         folder: Path,
     ):
         self.grid, self.algorithm, self.settings, self.measure_here = grid, algorithm, settings, evaluate
-        x, buffers, self.unravel = _start(model, settings.seed)
+        x, buffers, self.form, self.unravel = _start(model, settings.seed)
         self.spec = _spec(algorithm)
         if algorithm.lockstep and settings.clients_per_round is not None:
             came = f"clients_per_round={settings.clients_per_round}"
@@ -200,6 +138,11 @@ class Server:
         self.rows = self._rows_so_far()
         self.refused: dict[str, tuple[float, float]] = {}  # not let in: when to ask again, and the next wait
         self.attempt = 0
+        self.newest = -1  # epoch that a client has seen
+        self.stale: set[str] = set()  # those that have followed a newer server
+        self.missed = False  # it was said that the target is not measured
+        self.mute: set[str] = set()  # those whom a warm start visited in vain
+        self.losses: dict[str, int] = {}  # how often a member has lost its state, while this server runs
 
     def _ledger(self, folder: Path, x: np.ndarray, buffers: Arrays) -> Ledger:
         disk, s = File(folder / "ledger"), self.settings
@@ -210,12 +153,12 @@ class Server:
             "seed": s.seed,
             "warm_start": s.warm_start,
             "weights": s.weights,
-            "model": f"{len(x)} numbers of {x.dtype}",
+            "model": f"{len(x)} numbers of {x.dtype} ({self.form[:12]})",
             "buffers": sorted(buffers),
             "invariant": list(self.algorithm.invariant or ()),
         }
         if not s.resume:
-            if (folder / "ledger").exists():
+            if (folder / "ledger").exists() or (folder / "results.jsonl").exists():
                 raise refused(
                     "checkpoint", "a new folder", str(folder), "To go on from what is there, use resume=true."
                 )
@@ -246,7 +189,7 @@ class Server:
 
     def run(self) -> Run:
         s, ledger = self.settings, self.ledger
-        reached = self._finish_row(self._online()) if ledger.round else False
+        reached = self._finish_row(None) if ledger.round else False
         diverged = False
         since = time.monotonic()
         while ledger.round < s.rounds and not reached and not diverged:
@@ -255,15 +198,23 @@ class Server:
             diverged = not self._round(online)
             if ledger.round > before:
                 self.attempt, since = 0, time.monotonic()
+                self.stale.clear()
                 ledger.row["seconds"] = round(since - started, 3)
                 reached = self._finish_row(online)
                 self._forget()
             elif not diverged:
                 self.attempt += 1
+                if self.stale >= set(online):
+                    raise CovaryError(
+                        f"All nodes have followed orders newer than this checkpoint's ({s.checkpoint}, round "
+                        f"{ledger.round}): it is an old copy, or another server is at work. Use the newest checkpoint, "
+                        "or start anew in another folder."
+                    )
                 if time.monotonic() - since > s.patience:
                     raise CovaryError(
-                        f"No round could be finished for {s.patience:g} s; the last was round {ledger.round}. See the "
-                        "log for what each node said. Nothing is lost: start again with resume=true."
+                        f"No round could be finished for {s.patience:g} s; the last was round {ledger.round}. The log "
+                        "above has what each node said: uploads refused for their numbers mean that eta_l is too "
+                        "large. What is counted is on the disk; when the cause is gone, start again with resume=true."
                     )
                 time.sleep(min(1.0, s.patience / 10))
         server = self.server
@@ -299,12 +250,14 @@ class Server:
             lost |= gone
             for name, count in zip(("bytes_down", "bytes_up"), traffic, strict=True):
                 row[name] += count
-            if len(replies) < (len(ledger.members) if self.algorithm.lockstep else s.min_replies):
+            if warm:
+                self.mute |= set(cohort) - set(replies)
+            if len(replies) < self._least(cohort, bool(warm)):
                 console.print(f"Round {r}: {len(replies)} of {len(cohort)} replied, too few. It is tried again.")
                 if ledger.trip:
                     ledger.count({}, ledger.arrays, trip=0, cohort=[])
                 break
-            arrays = merge(trip, self.server, replies, ledger.weights(s.weights == "examples"))
+            arrays = merge(trip, self.server, replies, ledger.weights(s.weighted))
             if not all(np.isfinite(array).all() for array in arrays.values()):
                 return False
             drift += float(np.mean([reply.drift for reply in replies.values()]))
@@ -322,13 +275,25 @@ class Server:
             visited = ledger.warm + (cohort if warm else [])
             ledger.count(tokens, arrays, round=r, trip=0, cohort=[], warm=visited, row=row)
         if lost:
-            self._reset(f"{', '.join(sorted(lost))} lost its control variate")
+            for name in lost:
+                self.losses[name] = self.losses.get(name, 0) + 1
+            out = tuple(name for name in sorted(lost) if self.losses[name] > LOSSES)
+            for name in out:  # it would cost everybody's controls again and again
+                self.refused[name] = (math.inf, math.inf)
+                console.print(f"{name} has lost its state more than {LOSSES} times and is not asked again.")
+            self._reset(f"control variates were lost by {', '.join(sorted(lost))}", out)
         return True
+
+    def _least(self, cohort: list[str], warm: bool) -> int:
+        """The fewest replies with which a trip counts."""
+        if self.algorithm.lockstep:
+            return len(self.ledger.members)
+        return min(self.settings.min_replies, len(cohort)) if warm else self.settings.min_replies
 
     def _trips(self, warm: bool) -> tuple[tuple[Exchange, ...], int | None]:
         """This round's trips, and K where the server can form from it what option II leaves unsent."""
         steps = {member.steps for member in self.ledger.members.values()}
-        by_examples = self.settings.weights == "examples" and len({m.size for m in self.ledger.members.values()}) > 1
+        by_examples = self.settings.weighted and len({m.size for m in self.ledger.members.values()}) > 1
         K = steps.pop() if len(steps) == 1 and not by_examples else None
         if warm:
             assert self.algorithm.warm_start is not None
@@ -339,7 +304,7 @@ class Server:
         """Members that a warm start has still to visit."""
         if not self.settings.warm_start:
             return []
-        return [name for name in self._by_number(online) if name not in self.ledger.warm]
+        return [name for name in self._by_number(online) if name not in self.ledger.warm and name not in self.mute]
 
     def _by_number(self, names: Any) -> list[str]:
         return sorted(names, key=lambda name: self.ledger.members[name].number)
@@ -347,9 +312,10 @@ class Server:
     def _cohort(self, r: int, online: dict[str, int], warm: list[str]) -> list[str]:
         """Uniform among those that are there: when all are, simulation's own draw."""
         s = self.settings
-        S = cohort_size(s.clients_per_round, len(self.ledger.members))
-        if s.min_replies > S and not self.algorithm.lockstep:
-            fix = f"A round has {S} clients: raise clients_per_round."
+        S, N = s.clients_per_round, len(self.ledger.members)
+        S = cohort_size(S if S is None or isinstance(S, float) else min(S, N), N)
+        if s.min_replies > S and S < N and not self.algorithm.lockstep:
+            fix = f"A round has {S} of {N} clients: raise clients_per_round."
             raise refused("min_replies", f"at most {S}", s.min_replies, fix)
         if warm:
             return warm[:S]
@@ -378,7 +344,12 @@ class Server:
             nonlocal up
             up += bytes_of(message.content)
             if "lost" in facts:
-                console.print(f"{name} has lost its state: {str(facts['lost'])[:200]}")
+                epoch = whole("epoch", facts.get("epoch"), -1, most=2**62)
+                known = members[name].counted or epoch > self.ledger.epoch
+                if not known or not self.algorithm.init_client(server.x):
+                    raise CovaryError("it says that it lost a state that nobody counts on")
+                self.newest = max(self.newest, epoch)
+                console.print(f"{name} has lost its state: {shown(facts['lost'])}")
                 lost.add(name)
                 return None
             return self._checked(message, facts, orders[name], like)
@@ -393,11 +364,11 @@ class Server:
         up = type(like)(**vectors_of(message, "up", like._asdict(), self.settings.largest))
         buffers = vectors_of(message, "buffers", self.buffers, self.settings.largest)
         drift = answer.get("drift")
-        return Reply(order.token, up, buffers, float(drift) if isinstance(drift, float | int) else math.nan)
+        return Reply(order.token, up, buffers, drift if isinstance(drift, float) else math.nan)
 
     def _instruction(self, shared: RecordDict, facts: dict[str, Any]) -> RecordDict:
         x = self.ledger.arrays["server.x"]
-        own = pack(facts | {"d": len(x), "dtype": str(x.dtype)})
+        own = pack(facts | {"form": self.form, "about": f"{len(x)} numbers of {x.dtype}"})
         return RecordDict({**shared, FACTS: own[FACTS]})
 
     def _exchange(
@@ -423,7 +394,9 @@ class Server:
         for name in set(names) - set(waiting.values()):
             console.print(f"{name}: its message could not be sent.")
         deadline, pause = time.monotonic() + time_left, 0.02
-        while waiting and time.monotonic() < deadline:
+        late = False
+        while waiting and not late:
+            late = time.monotonic() >= deadline  # then this is the last look
             for message in self.grid.pull_messages(list(waiting)):
                 name = waiting.pop(message.metadata.reply_to_message_id, None)
                 if name is None:
@@ -434,23 +407,28 @@ class Server:
                         raise CovaryError(f"{message.error.reason} (error {message.error.code})")
                     facts = facts_of(message)
                     if "refused" in facts:
+                        self._heed(name, facts)
                         raise CovaryError(f"it refuses: {facts['refused']}")
                     seen[name] = look(name, message, facts)
                 except Exception as error:  # whatever one node sends, the others go on
                     why = str(error) if isinstance(error, CovaryError) else repr(error)
-                    console.print(f"{name} is left out: {why[:300]}")
+                    console.print(f"{name} is left out: {shown(why)}")
             time.sleep(pause)
             pause = min(0.5, 1.5 * pause)
         for name in waiting.values():
             console.print(f"{name} is left out: no reply in {time_left:g} s.")
         return seen
 
-    # Members
+    def _heed(self, name: str, facts: dict[str, Any]) -> None:
+        """Draw the consequences of a refusal that says why."""
+        if facts.get("stale") is True:
+            self.stale.add(name)
+        if "steps" in facts and name in self.ledger.members:
+            steps = whole("steps", facts["steps"], 1)
+            self.ledger.members[name] = self.ledger.members[name]._replace(steps=steps)
+            self.ledger.write()
 
-    def _online(self) -> dict[str, int]:
-        """Members that are there, with their nodes' ids."""
-        found = {identity(info): info.node_id for info in self.grid.get_nodes()}
-        return {name: node for name, node in found.items() if name in self.ledger.members}
+    # Members
 
     def _meet(self) -> dict[str, int]:
         """Let new nodes in, and wait until enough are there."""
@@ -473,9 +451,13 @@ class Server:
                 console.print(f"{len(online)} nodes are there; waiting for {enough}.")
                 told = True
             if time.monotonic() > deadline:
+                absent = tuple(name for name in self.ledger.members if name not in online)
+                if self.algorithm.lockstep and s.forget_after is not None and online and absent:
+                    self._reset(f"{', '.join(absent)} did not come back", absent)
+                    return online
                 raise CovaryError(
                     f"{len(online)} nodes are there, {enough} are needed, after {s.patience:g} s. Check that the nodes "
-                    "are up and registered. Nothing is lost: start again with resume=true."
+                    "are up and registered. What is counted is on the disk: start again with resume=true."
                 )
             time.sleep(0.5)
 
@@ -501,11 +483,17 @@ class Server:
         newcomers = {name: Member(first + k, size, steps) for k, (_, name, size, steps) in enumerate(found)}
         if not newcomers:
             return
+        steps = {member.steps for member in (self.ledger.members | newcomers).values()}
+        if self.algorithm.lockstep and len(steps) > 1:
+            raise CovaryError(
+                f"{self.algorithm.name} needs the same number of local steps on all clients; they take from "
+                f"{min(steps)} to {max(steps)}. Use local_steps, or scaffold."
+            )
         for name in newcomers:
             del self.refused[name]
         arrays = dict(self.ledger.arrays)
         invariant = self.algorithm.invariant
-        by_examples = self.settings.weights == "examples"
+        by_examples = self.settings.weighted
         old, new = (
             float(sum(m.size if by_examples else 1 for m in group.values()))
             for group in (self.ledger.members, self.ledger.members | newcomers)
@@ -513,15 +501,17 @@ class Server:
         if invariant is not None:  # c is the mean over more clients, of which the new ones have zero
             field = f"server.{invariant[0]}"
             arrays[field] = arrays[field] * arrays[field].dtype.type(old / new)
-        self.ledger.join(newcomers, arrays)
-        console.print(f"{', '.join(newcomers)} joined: {len(self.ledger.members)} members.")
         has_state = bool(self.algorithm.init_client(self.server.x))
-        if first and invariant is None and has_state:
-            self._reset("a member joined, and this algorithm's states depend on all")
+        anew = bool(first and invariant is None and has_state)
+        if anew:
+            arrays |= _named("server.", self.algorithm.init_server(self.server.x))
+        self.ledger.join(newcomers, arrays, new_epoch=anew)
+        told = " A new epoch begins, as this algorithm's states depend on all." if anew else ""
+        console.print(f"{', '.join(newcomers)} joined: {len(self.ledger.members)} members.{told}")
 
     def _reset(self, why: str, leaving: tuple[str, ...] = ()) -> None:
         server = _named("server.", self.algorithm.init_server(self.server.x))
-        self.ledger.reset(self.ledger.arrays | server, leaving)
+        self.ledger.reset(self.ledger.arrays | server, leaving, self.newest)
         console.print(f"Epoch {self.ledger.epoch} begins: {why}. All control variates start again from zero.")
 
     def _forget(self) -> None:
@@ -532,38 +522,39 @@ class Server:
 
     # History
 
-    def _finish_row(self, online: dict[str, int]) -> bool:
+    def _finish_row(self, online: dict[str, int] | None) -> bool:
         """Measure the round just done, if that is due, and write its row, unless it is written. True at the target."""
         s, row = self.settings, dict(self.ledger.row)
         if self.rows and self.rows[-1]["round"] == row["round"]:
             row = self.rows[-1]
         else:
             if s.eval_every and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds):
-                row |= self._evaluate(online)
+                row |= self._evaluate(self._meet() if online is None else online)
             self.history.append(row, durable=True)
             self.rows.append(row)
-            shown = "  ".join(f"{name} {row[name]:.4g}" for name in _measured(row))
+            measured = "  ".join(f"{name} {row[name]:.4g}" for name in _measured(row))
             console.print(
-                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {shown}  "
+                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {measured}  "
                 f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
             )
         if s.target is None:
             return False
-        name, sign, value = _target(s.target)
+        name, sign, value = goal(s.target)
+        if name not in row and any(_measured(row)) and not self.missed:
+            self.missed = True
+            console.print(f"The target's {name} is not among what is measured: {', '.join(_measured(row))}.")
         return sign * (row.get(name, math.nan) - value) >= 0
 
     def _evaluate(self, online: dict[str, int]) -> dict[str, float]:
         x = self.server.x
-        p = self.ledger.weights(self.settings.weights == "examples")
+        p = self.ledger.weights(self.settings.weighted)
         content = self._instruction(pack({}, down={"x": x}, buffers=self.buffers), {})
         totals: dict[str, list[float]] = {}
 
         def look(name: str, message: Message, facts: dict[str, Any]) -> None:
             tested, found = whole("tested", facts.get("tested"), 1), facts.get("values")
-            if not isinstance(found, dict) or not all(
-                isinstance(v, float) and math.isfinite(v) for v in found.values()
-            ):
-                raise CovaryError("its values are not finite numbers")
+            if not isinstance(found, dict) or len(found) > 100 or not all(map(_is_metric, found.items())):
+                raise CovaryError("its values are not finite numbers by the names of metrics")
             for metric, value in found.items():
                 weight = p[name] if metric == "loss" else float(tested)
                 total = totals.setdefault(metric, [0.0, 0.0])
@@ -579,7 +570,8 @@ class Server:
         if not self.history.results.is_file():
             return []
         self.history.drop_torn_line()
-        return self.history.read() if self.history.results.stat().st_size else []
+        rows = self.history.read() if self.history.results.stat().st_size else []
+        return [row for row in rows if row["round"] <= self.ledger.round]
 
 
 def identity(info: Any) -> str:
@@ -633,20 +625,21 @@ def _prefixed(buffers: Arrays) -> Arrays:
     return {f"buffers.{name}": array for name, array in buffers.items()}
 
 
-def _start(model: Any, seed: int) -> tuple[np.ndarray, Arrays, Callable[[Any], Any]]:
-    """x^0, the buffers, and the way from x to the model's own form."""
+def _start(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[Any], Any]]:
+    """x^0, the buffers, the model's fingerprint, and the way from x to the model's own form."""
     if hasattr(model, "named_parameters"):
-        from covary.flower.torch import flat_parameters, float_buffers
+        from covary.flower.torch import flat_parameters, float_buffers, form_of_module
 
-        return flat_parameters(model), float_buffers(model), lambda x: x
+        return flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x
     if hasattr(model, "init"):
         model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
-    x, unravel = ravel_pytree(jax.tree.map(np.asarray, model))
+    params = jax.tree.map(np.asarray, model)
+    x, unravel = ravel_pytree(params)
     x = np.asarray(x)
     if x.dtype.kind != "f" or not x.size or not np.isfinite(x).all():
         came = f"{x.size} numbers of {x.dtype}"
         raise refused("model", "a model, a PyTorch module or finite parameters", came, "Try covary.models.")
-    return x, {}, lambda x: jax.tree.map(np.asarray, unravel(x))
+    return x, {}, form_of_params(params), lambda x: jax.tree.map(np.asarray, unravel(x))
 
 
 def _spec(algorithm: Algorithm) -> dict[str, Any]:
@@ -667,18 +660,6 @@ def upload_like(trip: Exchange, algorithm: Algorithm, server: Any) -> Any:
 
     up, _ = trip.finish(trip.start(down, client, grad), down, client, grad, 1)
     return type(up)(*(np.asarray(value, server[0].dtype) for value in up))
-
-
-def _target(text: str) -> tuple[str, float, float]:
-    """ "accuracy >= 0.9" as a name, +1 to rise or -1 to fall, and the value."""
-    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)?\s*([-+.\de]+)\s*", text) if isinstance(text, str) else None
-    try:
-        if found is None:
-            raise ValueError
-        name, way, value = found[1], found[2], float(found[3])
-    except ValueError:
-        raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.") from None
-    return name, {"<=": -1.0, ">=": 1.0, None: direction(name)}[way], value
 
 
 NOT_MEASURED = ("round", "epoch", "asked", "cohort", "bytes_up", "bytes_down", "seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ def torch_client_app(
     state: str | Path | None = None,
     clip: float | None = None,
     noise: float = 0.0,
+    evaluate: bool | None = None,
     factories: Iterable[Callable[..., Algorithm]] = (),
 ) -> ClientApp:
     """A Flower ClientApp for a PyTorch module.
@@ -51,7 +53,7 @@ def torch_client_app(
             batches.
         metrics: `metrics(module, batch) -> dict of numbers`, means over the batch, for evaluation.
         test: what to evaluate metrics on, in the form of `loader`; by default the training data.
-        state, clip, noise, factories: as in `client_app`.
+        state, clip, noise, evaluate, factories: as in `client_app`.
 
     >>> import torch
     >>> from covary.flower import torch_client_app
@@ -67,7 +69,7 @@ def torch_client_app(
         own, tested = (part(context) if callable(part) else part for part in (loader, test))
         return TorchNode(built, loss, own, metrics, tested)
 
-    return build_app(node, state, checked_privacy(clip, noise), (*FACTORIES, *factories))
+    return build_app(node, state, checked_privacy(clip, noise, evaluate), (*FACTORIES, *factories))
 
 
 def flat_parameters(module: torch.nn.Module) -> np.ndarray:
@@ -82,10 +84,23 @@ def flat_parameters(module: torch.nn.Module) -> np.ndarray:
 
 
 def float_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The module's buffers that are averaged: those in floating point that its `state_dict` has."""
+    """The module's buffers that are averaged: those in floating point, finite, that its `state_dict` has."""
     kept = module.state_dict().keys()
     found = {name: b for name, b in module.named_buffers() if b.is_floating_point() and name in kept}
+    found = {name: b for name, b in found.items() if bool(b.isfinite().all())}  # a mask of -inf is no average
     return {name: buffer.detach().cpu().numpy().copy() for name, buffer in found.items()}
+
+
+def form_of_module(module: torch.nn.Module) -> str:
+    """A fingerprint of a module: names and shapes of what is trained and averaged, and what is frozen, bit by bit."""
+    digest = hashlib.sha256()
+    for name, p in module.named_parameters():
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+        if not p.requires_grad:
+            digest.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for name, buffer in float_buffers(module).items():
+        digest.update(f"{name} {buffer.shape} {buffer.dtype}\n".encode())
+    return digest.hexdigest()
 
 
 def load_parameters(module: torch.nn.Module, x: Any) -> torch.nn.Module:
@@ -102,10 +117,20 @@ def load_parameters(module: torch.nn.Module, x: Any) -> torch.nn.Module:
     return module
 
 
+def load_buffers(module: torch.nn.Module, buffers: Mapping[str, np.ndarray]) -> None:
+    own = dict(module.named_buffers())
+    for name, values in buffers.items():
+        own[name].copy_(torch.as_tensor(np.array(values)))
+
+
 def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     found = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not found:
         raise refused("module", "one with parameters to train", "none that require a gradient", "Unfreeze some.")
+    wrong = {p.dtype for p in found.values()} - {torch.float32, torch.float64}
+    if wrong:
+        came = ", ".join(map(str, wrong))
+        raise refused("module", "trained in float32 or float64", came, "Use module.float() and autocast in the loss.")
     if len({(p.dtype, p.device) for p in found.values()}) > 1:
         came = ", ".join(sorted({f"{p.dtype} on {p.device}" for p in found.values()}))
         raise refused("module", "trained in one type on one device", came, "Use module.to(...).")
@@ -127,6 +152,8 @@ class TorchNode:
     def __init__(self, module: torch.nn.Module, loss: Loss, data: Any, metrics: Any = None, test: Any = None):
         self.module, self.loss, self.metrics = module, loss, metrics
         self.trained = _trained(module)
+        self.form = form_of_module(module)
+        self.training = {part: part.training for part in module.modules()}  # a layer set to eval() stays so
         self.device, self.dtype = self.trained[0].device, self.trained[0].dtype
         self.data = Tensors(data) if _is_batch(data) else Loader(data)
         self.test = self.data if test is None else Tensors(test) if _is_batch(test) else Loader(test)
@@ -149,8 +176,9 @@ class TorchNode:
     def work(
         self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
-        self._load_buffers(buffers)
-        self.module.train()
+        load_buffers(self.module, buffers)
+        for part, training in self.training.items():
+            part.training = training
         exchange, K = task.exchange(algorithm), self.steps(task.training)
         batches = self.data.batches(K, task) if exchange.step is not None else ()
         done = client_loop(
@@ -165,7 +193,7 @@ class TorchNode:
         return up, client, self.buffers, float(done[2])
 
     def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
-        self._load_buffers(buffers)
+        load_buffers(self.module, buffers)
         _put(self.trained, self._vector(x))
         self.module.eval()
         values = self._mean(lambda batch: {"loss": self.loss(self.module, batch)}, self.data)
@@ -208,11 +236,6 @@ class TorchNode:
             buffer.copy_(before[name])
         return gradient
 
-    def _load_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
-        own = dict(self.module.named_buffers())
-        for name, values in buffers.items():
-            own[name].copy_(torch.as_tensor(np.array(values)))
-
     def _vectors(self, arrays: Any) -> Any:
         return type(arrays)(**{name: self._vector(array) for name, array in arrays._asdict().items()})
 
@@ -224,7 +247,7 @@ class Tensors:
     """Examples in memory, cut into batches by covary, in the order that simulation uses."""
 
     def __init__(self, data: Any):
-        self.data = data
+        self.data = jax.tree.map(torch.as_tensor, data)
         lengths = {len(leaf) for leaf in jax.tree.leaves(data)}
         if len(lengths) != 1 or lengths == {0}:
             raise refused("loader", "tensors of one length", f"lengths {sorted(lengths)}", "Each row is one example.")
@@ -266,9 +289,15 @@ class Loader:
             raise refused("loader", "tensors, or batches with a length", type(data).__name__, fix)
         self.data = data
         found = getattr(data, "dataset", None)
-        self.size = len(found) if found is not None else sum(_rows(batch) for batch in data)
-        if self.size == 0:
-            raise refused("loader", "at least one example", "none", "Leave this node out.")
+        try:
+            self.size = len(found) if found is not None else sum(_rows(batch) for batch in data)
+            batches = len(data)
+        except TypeError:
+            fix = "Give it a length, or read the stream into tensors."
+            raise refused("loader", "batches of a known number", "a stream without a length", fix) from None
+        if not self.size or not batches:
+            came = f"{self.size} examples in {batches} batches"
+            raise refused("loader", "at least one batch", came, "Use a smaller batch, or drop_last=False.")
 
     def per_epoch(self, batch_size: Any) -> int:
         return len(self.data)
@@ -276,11 +305,14 @@ class Loader:
     def batches(self, K: int, task: Task) -> Iterator[Any]:
         taken = 0
         while taken < K:
+            before = taken
             for batch in self.data:
                 yield batch
                 taken += 1
                 if taken == K:
                     return
+            if taken == before:
+                raise refused("loader", "at least one batch", "none in a pass", "Check the sampler.")
 
     def everything(self) -> Iterator[Any]:
         yield from self.data
@@ -288,11 +320,16 @@ class Loader:
 
 def _is_batch(data: Any) -> bool:
     leaves = jax.tree.leaves(data)
-    return isinstance(data, tuple | list | dict | torch.Tensor) and all(isinstance(a, torch.Tensor) for a in leaves)
+    kinds = (torch.Tensor, np.ndarray)
+    return isinstance(data, (tuple, list, dict, *kinds)) and all(isinstance(a, kinds) for a in leaves)
 
 
 def _rows(batch: Any) -> int:
-    return len(jax.tree.leaves(batch)[0])
+    """The examples of a batch: the length of its first tensor."""
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return len(leaf)
+    raise refused("loader", "batches with tensors in tuples, lists or dicts", type(batch).__name__, "Use dict(batch).")
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -304,7 +341,7 @@ def _numpy(value: Any) -> np.ndarray:
 
 
 def _guard(privacy: Privacy) -> Guard:
-    clip, noise = privacy
+    clip, noise, _ = privacy
     assert clip is not None
     seeds = [secrets.randbits(63), secrets.randbits(63)]
 

@@ -1,0 +1,108 @@
+"""How a deployed run goes: what is set in code, and what a run configuration makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from covary.checks import positive, whole
+from covary.errors import CovaryError, refused
+from covary.job import direction
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a deployed run goes. Those with a twin in `covary.simulate` mean the same."""
+
+    rounds: int
+    clients_per_round: int | float | None = None
+    local_steps: int | None = None
+    local_epochs: int | None = None
+    batch_size: int | float | None = None
+    seed: int = 0
+    warm_start: bool = False
+    weights: str = "uniform"
+    target: str | None = None  # such as "accuracy >= 0.9"
+    eval_every: int = 1  # on all nodes that are there; 0 for never
+    min_clients: int = 2  # nodes to wait for before the first round
+    min_replies: int = 1  # a round with fewer is abandoned and tried again
+    round_timeout: float = 600.0  # seconds for a trip; who is later is left out
+    patience: float = 600.0  # seconds without a finished round, or without enough nodes, until the server gives up
+    forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
+    largest: float = 1e6  # uploads with larger numbers are refused
+    checkpoint: str | Path = "checkpoint"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "min_clients", "min_replies"):
+            whole(name, getattr(self, name), 1)
+        whole("eval_every", self.eval_every, 0)
+        whole("seed", self.seed, 0, most=2**32 - 1)
+        for name in ("round_timeout", "patience", "largest"):
+            positive(name, getattr(self, name))
+        if self.forget_after is not None:
+            whole("forget_after", self.forget_after, 1)
+        if self.weights not in ("uniform", "examples"):
+            fix = "The paper's f is the uniform mean."
+            raise refused("weights", '"uniform" or "examples"', repr(self.weights), fix)
+        if self.local_steps is not None and self.local_epochs is not None:
+            came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
+            raise CovaryError(f"{came} exclude each other. Give one of them.")
+        if self.target is not None:
+            goal(self.target)
+        for name in ("warm_start", "resume"):
+            if not isinstance(getattr(self, name), bool):
+                raise refused(
+                    name, "True or False", repr(getattr(self, name)), "In a run configuration: true or false."
+                )
+        for name in ("local_steps", "local_epochs"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
+        S = self.clients_per_round
+        if S is not None and not (isinstance(S, float) and 0 < S < 1):
+            whole("clients_per_round", S, 1)
+
+    @property
+    def weighted(self) -> bool:
+        return self.weights == "examples"
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("local_steps", "local_epochs", "batch_size")}
+
+
+def checked_settings(rounds: int, others: Mapping[str, Any]) -> Settings:
+    known = {f.name for f in fields(Settings)}
+    for name in others:
+        if name not in known:
+            raise refused("settings", f"among {', '.join(sorted(known))}", repr(name), "Check the spelling.")
+    return Settings(rounds, **others)
+
+
+OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "target")
+
+
+def _meant(name: str, value: Any) -> Any:
+    """A value of a run configuration, which cannot say None: 0 and "" stand for it."""
+    return None if name in OPTIONAL and value in (0, "") else value
+
+
+def overridden(settings: Settings, wanted: Mapping[str, Any]) -> Settings:
+    """The settings with those that a run configuration names, with underscores."""
+    ours = {f.name for f in fields(Settings)}
+    return replace(settings, **{name: _meant(name, value) for name, value in wanted.items() if name in ours})
+
+
+def goal(text: str) -> tuple[str, float, float]:
+    """ "accuracy >= 0.9" as a name, +1 to rise or -1 to fall, and the value."""
+    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)?\s*([-+.\de]+)\s*", text) if isinstance(text, str) else None
+    try:
+        if found is None:
+            raise ValueError
+        name, way, value = found[1], found[2], float(found[3])
+    except ValueError:
+        raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.") from None
+    return name, {"<=": -1.0, ">=": 1.0, None: direction(name)}[way], value
