@@ -55,7 +55,9 @@ def bench(
     _show(records)
     picture = folder.path / "speed.png"
     save_speed(picture, records)
-    console.print(f"Plot: {picture}\nRaw results: {folder.results}", soft_wrap=True)
+    if picture.is_file():
+        console.print(f"Plot: {picture}", soft_wrap=True)
+    console.print(f"Raw results: {folder.results}", soft_wrap=True)
     console.print(f"[dim]{json.dumps(measure.machine())}[/dim]", soft_wrap=True)
 
 

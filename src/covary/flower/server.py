@@ -414,7 +414,7 @@ class Server:
                     why = str(error) if isinstance(error, CovaryError) else repr(error)
                     console.print(f"{name} is left out: {shown(why)}")
             time.sleep(pause)
-            pause = min(0.5, 1.5 * pause)
+            pause = min(0.1, 1.5 * pause)
         for name in waiting.values():
             console.print(f"{name} is left out: no reply in {time_left:g} s.")
         return seen
