@@ -27,8 +27,6 @@ TRAINING = {"clients_per_round": 5, "local_steps": 4, "batch_size": 4}
 ALGORITHMS = [
     cv.scaffold(eta_l=0.1),
     cv.scaffold(eta_l=0.1, option="I"),
-    cv.fedavg(eta_l=0.1),
-    cv.feddyn(eta_l=0.1),
     cv.dane(eta_l=0.1),
 ]
 
