@@ -214,6 +214,19 @@ def test_buffers_are_averaged_and_frozen_parameters_stay_at_home(tmp_path):
     np.testing.assert_array_equal(trained[2].bias.detach(), run.x[-3:])
 
 
+def test_evaluation_leaves_a_module_in_training(tmp_path):
+    module, seen = torch_linear(), []
+
+    def loss(module, batch):
+        seen.append(module.training)
+        return torch_loss(module, batch)
+
+    data = tuple(map(torch.tensor, parts()[0]))
+    grid = LoopbackGrid({0: (torch_client_app(module, loss, data, state=tmp_path / "state0"), {})})
+    deploy(tmp_path, grid, cv.scaffold(0.1), 2, torch_linear())
+    assert seen == [True] * 3 + [False] + [True] * 3 + [False]
+
+
 def test_layers_set_to_eval_masks_and_single_numbers_are_left_alone(tmp_path):
     def build():
         network = batch_norm_network()
@@ -367,7 +380,7 @@ def test_what_a_node_measures_cannot_rewrite_the_history(values, tmp_path):
         return lie if node == 1 and message.metadata.message_type == "evaluate" else None
 
     run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 2)
-    assert set(run.history) >= {"loss", "accuracy", "cohort"}
+    assert {"loss", "accuracy", "cohort"} <= set(run.history)
     assert run.history["cohort"].shape == (2, N)
     assert len(run.history) < 15
 
@@ -507,6 +520,19 @@ def test_a_server_that_waits_in_vain_says_what_for(tmp_path):
         deploy(tmp_path, grid, cv.scaffold(0.3), 3, min_clients=5, patience=0.5)
 
 
+def test_a_warm_start_survives_a_lost_message(tmp_path):
+    lost = set()
+
+    def fault(node, message):
+        first = message.metadata.message_type == "train" and node not in lost
+        lost.update({node} if first else ())
+        return "lost" if first else None
+
+    options = {"warm_start": True, "round_timeout": 0.2, "eval_every": 0}
+    run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 3, **options)
+    np.testing.assert_allclose(run.x, simulated(cv.scaffold(0.3), parts(), 3, warm_start=True).x, atol=1e-12)
+
+
 def test_a_warm_start_waits_for_nobody(tmp_path):
     def fault(node, message):
         return "dropped" if node == 2 and message.metadata.message_type == "train" else None
@@ -561,6 +587,22 @@ def test_an_old_copy_of_a_checkpoint_takes_over_in_a_new_epoch(tmp_path):
     shutil.move(tmp_path / "copy", tmp_path / "server")  # the newer one is lost
     deploy(tmp_path, grid, cv.scaffold(0.3), 7, resume=True)
     assert audited(tmp_path).epoch == 2
+
+
+def test_a_checkpoint_older_than_every_upload_takes_over_too(tmp_path):
+    saved = []
+
+    def fault(node, message):
+        if message.metadata.message_type == "train" and not saved:
+            saved.append(shutil.copytree(tmp_path / "server", tmp_path / "copy"))
+        return None
+
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()), fault)
+    deploy(tmp_path, grid, cv.scaffold(0.3), 3)
+    shutil.rmtree(tmp_path / "server")
+    shutil.move(tmp_path / "copy", tmp_path / "server")
+    assert deploy(tmp_path, grid, cv.scaffold(0.3), 4, resume=True).history["round"].tolist() == [1, 2, 3, 4]
+    assert audited(tmp_path).epoch == 1
 
 
 def test_the_older_of_two_servers_is_fenced_off(tmp_path):

@@ -21,6 +21,10 @@ Content = tuple[dict[str, np.ndarray], dict[str, Any]]
 """Arrays by name, and facts about them that JSON can hold."""
 
 
+class Damaged(CovaryError):
+    """A file is not what was written."""
+
+
 class File:
     """Arrays and facts in one safetensors file with a checksum.
 
@@ -59,7 +63,7 @@ class File:
         """The content, or None if there is no file. A file that is not what was written is refused."""
         try:
             raw = self.path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             arrays = load(raw)
@@ -70,7 +74,7 @@ class File:
         except (SafetensorError, ValueError, KeyError, TypeError):
             whole, arrays, facts = False, {}, {}
         if not whole:
-            raise CovaryError(
+            raise Damaged(
                 f"{self.path} is damaged: its checksum does not fit its content. Restore it from a backup or remove it."
             )
         return arrays, facts

@@ -52,7 +52,8 @@ def audit(
         if never:
             table.add_row(f"{never} not counted yet", "0")
         console.print(table)
-        verdict = "[green]c = mean(c_i)[/green]" if found.holds else "[red]c is not the mean of the c_i[/red]"
+        wrong = "it cannot be shown, states are missing" if found.missing else "c is not the mean of the c_i"
+        verdict = "[green]c = mean(c_i)[/green]" if found.holds else f"[red]{wrong}[/red]"
         console.print(f"‖c‖ = {found.norm:.6g}, ‖c - mean c_i‖ = {found.gap:.3g}: {verdict}")
     if not found.holds:
         raise typer.Exit(1)

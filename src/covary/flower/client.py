@@ -22,7 +22,7 @@ from covary.checks import non_negative, positive
 from covary.client import Guard
 from covary.cohort import work_of_client
 from covary.devices import Place
-from covary.durable import File, held
+from covary.durable import Damaged, File, held
 from covary.errors import CovaryError, refused
 from covary.evaluate import measure
 from covary.flower.journal import ClientJournal, Order, Refused, Stale, StateLost
@@ -199,8 +199,9 @@ def build_app(
     def hello(message: Message, context: Context, node: Node) -> RecordDict:
         facts = facts_of(message)
         task = Task(**facts["task"])
-        task.build(factories)
         ready(node, facts)
+        if task.build(factories).init_client(node.x):
+            _state_folder(state, context)  # refused now rather than in every round
         found = {"size": node.size, "steps": node.steps(task.training), "buffers": sorted(node.buffers)}
         return pack(found | {"partition": context.node_config.get("partition-id")})
 
@@ -253,7 +254,7 @@ def _journal(folder: Path) -> ClientJournal:
     file = File(folder / "journal")
     try:
         return ClientJournal(file)
-    except CovaryError:
+    except Damaged:
         file.path.replace(file.path.with_name("journal.damaged"))
         return ClientJournal(file)
 

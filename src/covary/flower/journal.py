@@ -69,7 +69,7 @@ class ClientJournal:
         readable(facts)
         self.seq, self.epoch = facts["seq"], facts["epoch"]
         self.token, self.pending_token = facts["committed"], facts["pending"]
-        self.scale: float = facts["scale"]  # the largest norm that a state has had: what rounding is measured by
+        self.scale: float = facts["scale"]  # the largest norm of a committed state in this epoch, to judge rounding by
         self.committed = _part(arrays, "committed.")
         self.pending = _part(arrays, "pending.")
 
@@ -82,19 +82,20 @@ class ClientJournal:
         committed, token = self.committed, self.token
         pending, pending_token = self.pending, self.pending_token
         if order.epoch > self.epoch:
-            committed, token, pending_token = start(), "", ""
+            committed, token, pending_token, self.scale = start(), "", "", 0.0
         if pending_token and order.counted == pending_token:
             committed, token = pending, pending_token
         elif order.counted != token:
-            raise StateLost(
-                f"the server counts on upload {order.counted or '(none)'}, this disk has {token or '(none)'}"
-            )
+            wanted, found = order.counted or "(none)", token or "(none)"
+            raise StateLost(f"the server counts on upload {wanted}, this disk has {found}", self.epoch)
         self.committed, self.token, self.epoch = committed, token, order.epoch
         return committed
 
     def prepare(self, order: Order, pending: Arrays) -> None:
         """Put the new state on the disk, pending; the upload may be sent when this returns."""
-        self.scale = max(self.scale, *(float(np.linalg.norm(array)) for array in pending.values()), 0.0)
+        if not all(np.isfinite(array).all() for array in pending.values()):
+            raise Refused("the new state is not finite: the step-size is too large for this node's data")
+        self.scale = max([self.scale, *(norm(array) for array in self.committed.values())])
         facts = {
             "format": FORMAT,
             "seq": order.seq,
@@ -221,6 +222,10 @@ class Ledger:
         """p_i of every member."""
         mass = {name: float(member.size) if by_examples else 1.0 for name, member in self.members.items()}
         return {name: value / sum(mass.values()) for name, value in mass.items()}
+
+
+def norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array.astype(np.float64)))
 
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:

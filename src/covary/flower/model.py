@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from covary.durable import File
 from covary.errors import CovaryError, refused
+from covary.flower.client import form_of_params
 
 
 def load_model(model: Any, checkpoint: str | Path) -> Any:
@@ -31,15 +32,22 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
     found = File(Path(checkpoint) / "ledger").read()
     if found is None:
         raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
-    arrays, _ = found
-    x = arrays["server.x"]
-    if hasattr(model, "named_parameters"):
-        from covary.flower.torch import load_buffers, load_parameters
+    arrays, facts = found
+    x, trained = arrays["server.x"], facts["settings"]["model"]
 
+    def same(form: str) -> None:
+        if form[:12] not in trained:
+            fix = "Build it as for server_app."
+            raise refused("model", f"the one that was trained, {trained}", f"another ({form[:12]})", fix)
+
+    if hasattr(model, "named_parameters"):
+        from covary.flower.torch import form_of_module, load_buffers, load_parameters
+
+        same(form_of_module(model))
         load_buffers(model, {k.removeprefix("buffers."): v for k, v in arrays.items() if k.startswith("buffers.")})
         return load_parameters(model, x)
     params = model.init(jax.random.key(0)) if hasattr(model, "init") else model
-    flat, unravel = ravel_pytree(jax.tree.map(np.asarray, params))
-    if flat.shape != x.shape:
-        raise refused("model", f"the one that was trained, of {x.size} numbers", f"{flat.size}", "Use the same model.")
-    return jax.tree.map(np.asarray, unravel(jnp.asarray(x, flat.dtype)))
+    params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), params)
+    same(form_of_params(params))
+    _, unravel = ravel_pytree(params)
+    return jax.tree.map(np.asarray, unravel(jnp.asarray(x)))

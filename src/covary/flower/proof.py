@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from covary.durable import File
-from covary.errors import CovaryError
+from covary.errors import CovaryError, refused
 from covary.flower.journal import ClientJournal, Ledger, StateLost, readable
+from covary.flower.journal import norm as norm_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
     Traceback (most recent call last):
     covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
     """
-    found = File(Path(checkpoint) / "ledger").read()
+    states, found = list(states), File(Path(checkpoint) / "ledger").read()
     if found is None:
         raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
     readable(found[1])
@@ -53,6 +54,9 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
         raise CovaryError(f"{ledger.settings['algorithm']} has no control variates to audit.")
     server_field, client_field = ledger.settings["invariant"]
     c = ledger.arrays[f"server.{server_field}"]
+    for state in states:
+        if not Path(state).is_dir():
+            raise refused("states", "the nodes' state folders", str(state), "There is no such folder.")
     disks = (File(Path(state) / ledger.job / "journal") for state in states)
     journals = [ClientJournal(disk) for disk in disks if disk.path.is_file()]
     total, norms, missing = np.zeros(c.shape, np.float64), {}, []
@@ -66,10 +70,10 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
         if c_i is None:
             missing.append(name)
             continue
-        norms[name] = float(np.linalg.norm(c_i))
+        norms[name] = norm_of(c_i)
         total += p * c_i.astype(np.float64)
-    gap, norm = float(np.linalg.norm(c - total)), float(np.linalg.norm(c))
-    scale = max([norm, *(journal.scale for journal in journals)])
+    gap, norm = norm_of(c - total), norm_of(c)
+    scale = max([norm, *norms.values(), *(j.scale for j in journals if j.epoch == ledger.epoch)])
     rounding = float(100 * np.finfo(c.dtype).eps * np.sqrt(max(1, ledger.round)) * scale)
     return Audit(ledger.round, ledger.epoch, len(ledger.members), norms, tuple(missing), norm, gap, rounding)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -33,6 +34,7 @@ from covary.simulate import Run
 
 console = Console(highlight=False, markup=False, soft_wrap=True)  # what nodes say is shown as it is
 Arrays = dict[str, np.ndarray]
+VISITS = 3  # in vain, before a warm start goes on without a member
 LOSSES = 3  # losses of a member's state before it is no longer asked
 
 
@@ -46,8 +48,8 @@ def server_app(
 ) -> ServerApp:
     """A Flower ServerApp that runs an algorithm among the nodes that are connected.
 
-    `flwr run . --run-config 'rounds=20 eta-l=0.05 resume=true'` overrides what is given here: every setting below, and
-    every number of the algorithm, goes by its name with dashes, if the app's `pyproject.toml` lists it.
+    `flwr run . here --run-config 'rounds=20 eta-l=0.05'` overrides what is given here: every setting below, and every
+    number of the algorithm, goes by its name with dashes, if the app's `pyproject.toml` lists it.
 
     Args:
         algorithm: from `covary.scaffold(...)` and its like.
@@ -141,7 +143,7 @@ class Server:
         self.newest = -1  # epoch that a client has seen
         self.stale: set[str] = set()  # those that have followed a newer server
         self.missed = False  # it was said that the target is not measured
-        self.mute: set[str] = set()  # those whom a warm start visited in vain
+        self.vain: dict[str, int] = {}  # how often a warm start has visited a member in vain
         self.losses: dict[str, int] = {}  # how often a member has lost its state, while this server runs
 
     def _ledger(self, folder: Path, x: np.ndarray, buffers: Arrays) -> Ledger:
@@ -250,8 +252,8 @@ class Server:
             lost |= gone
             for name, count in zip(("bytes_down", "bytes_up"), traffic, strict=True):
                 row[name] += count
-            if warm:
-                self.mute |= set(cohort) - set(replies)
+            for name in set(cohort) - set(replies) - gone if warm else ():
+                self.vain[name] = self.vain.get(name, 0) + 1
             if len(replies) < self._least(cohort, bool(warm)):
                 console.print(f"Round {r}: {len(replies)} of {len(cohort)} replied, too few. It is tried again.")
                 if ledger.trip:
@@ -304,7 +306,8 @@ class Server:
         """Members that a warm start has still to visit."""
         if not self.settings.warm_start:
             return []
-        return [name for name in self._by_number(online) if name not in self.ledger.warm and name not in self.mute]
+        waiting = [name for name in self._by_number(online) if name not in self.ledger.warm]
+        return [name for name in waiting if self.vain.get(name, 0) < VISITS]
 
     def _by_number(self, names: Any) -> list[str]:
         return sorted(names, key=lambda name: self.ledger.members[name].number)
@@ -345,7 +348,7 @@ class Server:
             up += bytes_of(message.content)
             if "lost" in facts:
                 epoch = whole("epoch", facts.get("epoch"), -1, most=2**62)
-                known = members[name].counted or epoch > self.ledger.epoch
+                known = members[name].counted or epoch >= self.ledger.epoch
                 if not known or not self.algorithm.init_client(server.x):
                     raise CovaryError("it says that it lost a state that nobody counts on")
                 self.newest = max(self.newest, epoch)
@@ -378,13 +381,12 @@ class Server:
         contents: Mapping[str, RecordDict],
         look: Callable[[str, Message, dict[str, Any]], Any],
         group: str = "",
-        most: float = math.inf,
     ) -> dict[str, Any]:
         """Send, and look at each reply as it comes, until all are there or time is up.
 
         Who reports an error, is refused at the look, or does not answer is named in the log and left out.
         """
-        names, time_left = list(nodes), min(self.settings.round_timeout, most)
+        names, time_left = list(nodes), self.settings.round_timeout
         messages = [
             Message(contents[n], dst_node_id=nodes[n], message_type=kind, ttl=time_left, group_id=group) for n in names
         ]
@@ -423,7 +425,7 @@ class Server:
         """Draw the consequences of a refusal that says why."""
         if facts.get("stale") is True:
             self.stale.add(name)
-        if "steps" in facts and name in self.ledger.members:
+        if "steps" in facts and name in self.ledger.members and not self.algorithm.lockstep:
             steps = whole("steps", facts["steps"], 1)
             self.ledger.members[name] = self.ledger.members[name]._replace(steps=steps)
             self.ledger.write()
@@ -455,9 +457,10 @@ class Server:
                 if self.algorithm.lockstep and s.forget_after is not None and online and absent:
                     self._reset(f"{', '.join(absent)} did not come back", absent)
                     return online
+                out = f" {len(self.refused)} answered and were refused, see above." if self.refused else ""
                 raise CovaryError(
-                    f"{len(online)} nodes are there, {enough} are needed, after {s.patience:g} s. Check that the nodes "
-                    "are up and registered. What is counted is on the disk: start again with resume=true."
+                    f"{len(online)} nodes are there, {enough} are needed, after {s.patience:g} s.{out} Check that the "
+                    "nodes are up and registered. What is counted is on the disk: start again with resume=true."
                 )
             time.sleep(0.5)
 
@@ -474,17 +477,20 @@ class Server:
             size, steps = whole("size", facts.get("size"), 1), whole("steps", facts.get("steps"), 1)
             if facts.get("buffers") != sorted(self.buffers):
                 raise CovaryError(f"its buffers are {facts.get('buffers')}, the server's are {sorted(self.buffers)}")
+            known = {member.steps for member in self.ledger.members.values()}
+            if self.algorithm.lockstep and known - {steps}:
+                raise CovaryError(f"{self.algorithm.name} needs the same steps on all clients, and it takes {steps}")
             partition = facts.get("partition")
             return partition if isinstance(partition, int) else math.inf, name, size, steps
 
-        found = list(self._exchange("query", strangers, dict.fromkeys(strangers, question), look, most=60.0).values())
+        found = list(self._exchange("query", strangers, dict.fromkeys(strangers, question), look).values())
         found.sort()
         first = len(self.ledger.members)
         newcomers = {name: Member(first + k, size, steps) for k, (_, name, size, steps) in enumerate(found)}
         if not newcomers:
             return
-        steps = {member.steps for member in (self.ledger.members | newcomers).values()}
-        if self.algorithm.lockstep and len(steps) > 1:
+        steps = {member.steps for member in newcomers.values()}
+        if self.algorithm.lockstep and len(steps) > 1 and not first:
             raise CovaryError(
                 f"{self.algorithm.name} needs the same number of local steps on all clients; they take from "
                 f"{min(steps)} to {max(steps)}. Use local_steps, or scaffold."
@@ -512,23 +518,28 @@ class Server:
     def _reset(self, why: str, leaving: tuple[str, ...] = ()) -> None:
         server = _named("server.", self.algorithm.init_server(self.server.x))
         self.ledger.reset(self.ledger.arrays | server, leaving, self.newest)
+        self.vain.clear()
         console.print(f"Epoch {self.ledger.epoch} begins: {why}. All control variates start again from zero.")
 
     def _forget(self) -> None:
         limit = self.settings.forget_after
         gone = tuple(name for name, m in self.ledger.members.items() if limit is not None and m.absent >= limit)
-        if gone:
+        if gone and self.algorithm.init_client(self.server.x):
             self._reset(f"{', '.join(gone)} left for good", gone)
+        elif gone:
+            self.ledger.reset(self.ledger.arrays, gone)
+            console.print(f"{', '.join(gone)} left for good: {len(self.ledger.members)} members.")
 
     # History
 
     def _finish_row(self, online: dict[str, int] | None) -> bool:
         """Measure the round just done, if that is due, and write its row, unless it is written. True at the target."""
         s, row = self.settings, dict(self.ledger.row)
+        due = bool(s.eval_every) and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds)
         if self.rows and self.rows[-1]["round"] == row["round"]:
             row = self.rows[-1]
         else:
-            if s.eval_every and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds):
+            if due:
                 row |= self._evaluate(self._meet() if online is None else online)
             self.history.append(row, durable=True)
             self.rows.append(row)
@@ -540,22 +551,27 @@ class Server:
         if s.target is None:
             return False
         name, sign, value = goal(s.target)
-        if name not in row and any(_measured(row)) and not self.missed:
+        if due and row.get(name) is None and not self.missed:
             self.missed = True
-            console.print(f"The target's {name} is not among what is measured: {', '.join(_measured(row))}.")
-        return sign * (row.get(name, math.nan) - value) >= 0
+            found = ", ".join(set(_measured(row)) - {"drift"}) or "nothing"
+            console.print(f"The target's {name} is not among what is measured: {found}.")
+        return sign * ((math.nan if row.get(name) is None else row[name]) - value) >= 0
 
     def _evaluate(self, online: dict[str, int]) -> dict[str, float]:
         x = self.server.x
         p = self.ledger.weights(self.settings.weighted)
+        online = {name: node for name, node in online.items() if name in p}
         content = self._instruction(pack({}, down={"x": x}, buffers=self.buffers), {})
         totals: dict[str, list[float]] = {}
 
         def look(name: str, message: Message, facts: dict[str, Any]) -> None:
             tested, found = whole("tested", facts.get("tested"), 1), facts.get("values")
-            if not isinstance(found, dict) or len(found) > 100 or not all(map(_is_metric, found.items())):
-                raise CovaryError("its values are not finite numbers by the names of metrics")
+            if not isinstance(found, dict) or len(found) > 100:
+                raise CovaryError("what it measured is not up to 100 numbers by their names")
             for metric, value in found.items():
+                if not _is_metric(metric, value):
+                    console.print(f"{name}: {shown(metric, 64)} = {shown(value, 64)} is left out.")
+                    continue
                 weight = p[name] if metric == "loss" else float(tested)
                 total = totals.setdefault(metric, [0.0, 0.0])
                 total[0], total[1] = total[0] + weight * value, total[1] + weight
@@ -571,7 +587,12 @@ class Server:
             return []
         self.history.drop_torn_line()
         rows = self.history.read() if self.history.results.stat().st_size else []
-        return [row for row in rows if row["round"] <= self.ledger.round]
+        kept = [row for row in rows if row["round"] <= self.ledger.round]
+        if len(kept) < len(rows):  # of a run that an older checkpoint knows nothing of
+            self.history.results.unlink()
+            for row in kept:
+                self.history.append(row, durable=True)
+        return kept
 
 
 def identity(info: Any) -> str:
@@ -603,12 +624,10 @@ def merge(trip: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[
     return _named("server.", typed) | _prefixed(averaged)
 
 
-def _is_metric(item: tuple[Any, Any]) -> bool:
-    name, value = item
-    ours = name in (*NOT_MEASURED, "drift")
-    return (
-        isinstance(value, float) and math.isfinite(value) and not ours and re.fullmatch(r"\w{1,64}", name) is not None
-    )
+def _is_metric(name: str, value: Any) -> bool:
+    if name in (*NOT_MEASURED, "drift") or not re.fullmatch(r"[\w.@/-]{1,64}", name):
+        return False
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _mean(arrays: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
@@ -633,7 +652,7 @@ def _start(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[An
         return flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x
     if hasattr(model, "init"):
         model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
-    params = jax.tree.map(np.asarray, model)
+    params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), model)  # in the types that JAX is set to
     x, unravel = ravel_pytree(params)
     x = np.asarray(x)
     if x.dtype.kind != "f" or not x.size or not np.isfinite(x).all():

@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from covary.checks import positive, whole
 from covary.errors import CovaryError, refused
 from covary.job import direction
+from covary.plan import batches_of
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Settings:
         for name in ("local_steps", "local_epochs"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
+        if self.batch_size is not None:
+            batches_of(self.batch_size, np.array([2**31]))
         S = self.clients_per_round
         if S is not None and not (isinstance(S, float) and 0 < S < 1):
             whole("clients_per_round", S, 1)

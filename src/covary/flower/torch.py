@@ -177,8 +177,7 @@ class TorchNode:
         self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         load_buffers(self.module, buffers)
-        for part, training in self.training.items():
-            part.training = training
+        self._restore_modes()
         exchange, K = task.exchange(algorithm), self.steps(task.training)
         batches = self.data.batches(K, task) if exchange.step is not None else ()
         done = client_loop(
@@ -196,11 +195,18 @@ class TorchNode:
         load_buffers(self.module, buffers)
         _put(self.trained, self._vector(x))
         self.module.eval()
-        values = self._mean(lambda batch: {"loss": self.loss(self.module, batch)}, self.data)
-        if self.metrics is not None:
-            metrics = self.metrics
-            values |= self._mean(lambda batch: metrics(self.module, batch), self.test)
+        try:
+            values = self._mean(lambda batch: {"loss": self.loss(self.module, batch)}, self.data)
+            if self.metrics is not None:
+                metrics = self.metrics
+                values |= self._mean(lambda batch: metrics(self.module, batch), self.test)
+        finally:
+            self._restore_modes()
         return values, self.test.size
+
+    def _restore_modes(self) -> None:
+        for part, training in self.training.items():
+            part.training = training
 
     def _mean(self, values_of: Callable[[Any], Mapping[str, Any]], data: Tensors | Loader) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -288,7 +294,7 @@ class Loader:
             fix = "Return a DataLoader, or tensors in a tuple."
             raise refused("loader", "tensors, or batches with a length", type(data).__name__, fix)
         self.data = data
-        found = getattr(data, "dataset", None)
+        found = getattr(data, "sampler", None) or getattr(data, "dataset", None)
         try:
             self.size = len(found) if found is not None else sum(_rows(batch) for batch in data)
             batches = len(data)
@@ -321,7 +327,7 @@ class Loader:
 def _is_batch(data: Any) -> bool:
     leaves = jax.tree.leaves(data)
     kinds = (torch.Tensor, np.ndarray)
-    return isinstance(data, (tuple, list, dict, *kinds)) and all(isinstance(a, kinds) for a in leaves)
+    return isinstance(data, (tuple, dict, *kinds)) and all(isinstance(a, kinds) for a in leaves)
 
 
 def _rows(batch: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from importlib import resources
 from pathlib import Path
@@ -25,6 +26,8 @@ def write_app(folder: Path, with_torch: bool) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise refused("DIR", "a new or empty folder", str(folder), "Choose another name.")
     package = name.replace("-", "_")
+    if importlib.util.find_spec(package) is not None:
+        raise refused("DIR", "a name that no installed package has", name, "Try my-hospital.")
     needs = ["covary[flower]", *(["torch"] if with_torch else [])]
     words = {
         "name": name,
@@ -48,5 +51,5 @@ def write_app(folder: Path, with_torch: bool) -> Path:
             text = resources.files(__name__).joinpath(source).read_text(encoding="utf-8")
             (folder / written).write_text(Template(text).substitute(words), encoding="utf-8")
     except OSError as error:
-        raise CovaryError(f"{folder} cannot be written ({error}). Choose another place.") from None
+        raise CovaryError(f"{folder} cannot be written ({error.strerror}). Choose another place.") from None
     return folder / package
