@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from covary.cli.common import console
+from covary.errors import CovaryError
 
 
 def new_app(
@@ -20,6 +21,7 @@ def new_app(
 
     Example: covary new-app my-hospital --torch
     """
+    _refuse_without_flower()
     from covary.flower.template import write_app
 
     write_app(folder, with_torch)
@@ -35,6 +37,7 @@ def audit(
 
     Example: covary audit checkpoint state-0 state-1 state-2
     """
+    _refuse_without_flower()
     from covary.flower import audit as audit_disks
 
     found = audit_disks(checkpoint, states)
@@ -57,3 +60,10 @@ def audit(
         console.print(f"‖c‖ = {found.norm:.6g}, ‖c - mean c_i‖ = {found.gap:.3g}: {verdict}")
     if not found.holds:
         raise typer.Exit(1)
+
+
+def _refuse_without_flower() -> None:
+    try:
+        import covary.flower as _  # noqa: F401
+    except ImportError as error:
+        raise CovaryError(f"{error}.") from None

@@ -66,7 +66,7 @@ def server_app(
     >>> import covary as cv
     >>> from covary.flower import server_app
     >>> model = cv.models.logistic_regression(64, 10)
-    >>> app = server_app(cv.scaffold(eta_l=0.3), model, rounds=20, local_steps=10, checkpoint="/tmp/digits")
+    >>> app = server_app(cv.scaffold(eta_l=0.3), model, rounds=20, local_steps=10, checkpoint="digits")
     """
     chosen = checked_settings(rounds, settings)
     if not isinstance(algorithm, Algorithm):
