@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import covary as cv
 from covary.client import client_loop
-from covary.flower import server
+from covary.flower import merge as honest
 from covary.flower.journal import ClientJournal, Ledger, Member, Order, Refused, StateLost
-from covary.flower.server import Reply, merge
+from covary.flower.merge import Reply, merge
 
 D, K, ALGORITHM = 2, 2, cv.scaffold(eta_l=0.1, option="I")
 (TRIP,) = ALGORITHM.exchanges
@@ -326,7 +326,7 @@ def never_stale(self, order, start):
 
 def over_all_asked(trip, replied_to, replies, p):
     """A server that takes the fraction of all members, though only some replied."""
-    new = server.merge(trip, replied_to, replies, p)
+    new = honest.merge(trip, replied_to, replies, p)
     mean = np.mean([reply.up.dc for reply in replies.values()], axis=0)
     return new | {"server.c": replied_to.c + mean}
 

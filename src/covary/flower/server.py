@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
-from jax.flatten_util import ravel_pytree
 from rich.console import Console
 
 from covary.algorithm import Algorithm, Exchange
@@ -24,16 +21,17 @@ from covary.checks import whole
 from covary.cohort import sample
 from covary.durable import File, held
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.flower.client import form_of_params
+from covary.flower.history import columns, is_metric, measured
 from covary.flower.journal import Ledger, Member, Order
+from covary.flower.merge import Arrays, Reply, merge, named, prefixed, upload_like
 from covary.flower.settings import Settings, checked_settings, goal, overridden
+from covary.flower.start import spec_of, start_of
 from covary.flower.wire import FACTS, bytes_of, facts_of, pack, shown, vectors_of
 from covary.plan import cohort_size
 from covary.report.folder import RunFolder
 from covary.simulate import Run
 
 console = Console(highlight=False, markup=False, soft_wrap=True)  # what nodes say is shown as it is
-Arrays = dict[str, np.ndarray]
 VISITS = 3  # in vain, before a warm start goes on without a member
 LOSSES = 3  # losses of a member's state before it is no longer asked
 
@@ -107,13 +105,6 @@ def serve(
         return Server(grid, algorithm, model, settings, evaluate, folder).run()
 
 
-class Reply(NamedTuple):
-    token: str
-    up: Any  # the algorithm's NamedTuple
-    buffers: Arrays
-    drift: float
-
-
 class Server:
     """One server at work on one checkpoint."""
 
@@ -127,8 +118,8 @@ class Server:
         folder: Path,
     ):
         self.grid, self.algorithm, self.settings, self.measure_here = grid, algorithm, settings, evaluate
-        x, buffers, self.form, self.unravel = _start(model, settings.seed)
-        self.spec = _spec(algorithm)
+        x, buffers, self.form, self.unravel = start_of(model, settings.seed)
+        self.spec = spec_of(algorithm)
         if algorithm.lockstep and settings.clients_per_round is not None:
             came = f"clients_per_round={settings.clients_per_round}"
             fix = "Leave it out, or use scaffold."
@@ -164,7 +155,7 @@ class Server:
                 raise refused(
                     "checkpoint", "a new folder", str(folder), "To go on from what is there, use resume=true."
                 )
-            return Ledger.create(disk, _named("server.", self.algorithm.init_server(x)) | _prefixed(buffers), identity)
+            return Ledger.create(disk, named("server.", self.algorithm.init_server(x)) | prefixed(buffers), identity)
         ledger = Ledger.resume(disk)
         for name, value in identity.items():
             if ledger.settings.get(name) != value:
@@ -229,7 +220,7 @@ class Server:
             x=server.x,
             server=server,
             clients=None,  # on the clients' own disks
-            history=_columns(self.rows),
+            history=columns(self.rows),
             reached=ledger.round if reached else None,
             diverged=ledger.round + 1 if diverged else None,
         )
@@ -510,13 +501,13 @@ class Server:
         has_state = bool(self.algorithm.init_client(self.server.x))
         anew = bool(first and invariant is None and has_state)
         if anew:
-            arrays |= _named("server.", self.algorithm.init_server(self.server.x))
+            arrays |= named("server.", self.algorithm.init_server(self.server.x))
         self.ledger.join(newcomers, arrays, new_epoch=anew)
         told = " A new epoch begins, as this algorithm's states depend on all." if anew else ""
         console.print(f"{', '.join(newcomers)} joined: {len(self.ledger.members)} members.{told}")
 
     def _reset(self, why: str, leaving: tuple[str, ...] = ()) -> None:
-        server = _named("server.", self.algorithm.init_server(self.server.x))
+        server = named("server.", self.algorithm.init_server(self.server.x))
         self.ledger.reset(self.ledger.arrays | server, leaving, self.newest)
         self.vain.clear()
         console.print(f"Epoch {self.ledger.epoch} begins: {why}. All control variates start again from zero.")
@@ -543,9 +534,9 @@ class Server:
                 row |= self._evaluate(self._meet() if online is None else online)
             self.history.append(row, durable=True)
             self.rows.append(row)
-            measured = "  ".join(f"{name} {row[name]:.4g}" for name in _measured(row))
+            figures = "  ".join(f"{name} {row[name]:.4g}" for name in measured(row))
             console.print(
-                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {measured}  "
+                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {figures}  "
                 f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
             )
         if s.target is None:
@@ -553,7 +544,7 @@ class Server:
         name, sign, value = goal(s.target)
         if due and row.get(name) is None and not self.missed:
             self.missed = True
-            found = ", ".join(set(_measured(row)) - {"drift"}) or "nothing"
+            found = ", ".join(set(measured(row)) - {"drift"}) or "nothing"
             console.print(f"The target's {name} is not among what is measured: {found}.")
         return sign * ((math.nan if row.get(name) is None else row[name]) - value) >= 0
 
@@ -569,7 +560,7 @@ class Server:
             if not isinstance(found, dict) or len(found) > 100:
                 raise CovaryError("what it measured is not up to 100 numbers by their names")
             for metric, value in found.items():
-                if not _is_metric(metric, value):
+                if not is_metric(metric, value):
                     console.print(f"{name}: {shown(metric, 64)} = {shown(value, 64)} is left out.")
                     continue
                 weight = p[name] if metric == "loss" else float(tested)
@@ -600,102 +591,3 @@ def identity(info: Any) -> str:
     if info.public_key:
         return hashlib.sha256(bytes(info.public_key)).hexdigest()[:16]
     return f"node-{info.node_id}"
-
-
-def merge(trip: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[str, float]) -> Arrays:
-    """The server's arrays after a trip: what `aggregate` makes of the mean of those that replied, and the mean buffers.
-
-    As in simulation, each of them stands for N / |S| clients; in a trip that goes together, weights sum to one.
-    """
-    fraction = len(replies) / len(p)
-    weights = {name: p[name] / fraction for name in replies}
-    total = sum(weights.values())
-    v = {name: w / total for name, w in weights.items()} if trip.together else weights
-    first = next(iter(replies.values()))
-    mean = first.up._replace(
-        **{field: _mean({n: getattr(r.up, field) for n, r in replies.items()}, v) for field in first.up._fields}
-    )
-    new = trip.aggregate(server, mean, fraction)
-    typed = type(server)(*(np.asarray(a, old.dtype) for a, old in zip(new, server, strict=True)))
-    averaged = {
-        name: _mean({n: r.buffers[name] for n, r in replies.items()}, {n: w / total for n, w in weights.items()})
-        for name in first.buffers
-    }
-    return _named("server.", typed) | _prefixed(averaged)
-
-
-def _is_metric(name: str, value: Any) -> bool:
-    if name in (*NOT_MEASURED, "drift") or not re.fullmatch(r"[\w.@/-]{1,64}", name):
-        return False
-    return isinstance(value, float) and math.isfinite(value)
-
-
-def _mean(arrays: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
-    """The weighted sum, in float64 whatever the arrays are."""
-    total = sum(weights[name] * np.asarray(array, np.float64) for name, array in arrays.items())
-    return np.asarray(total, next(iter(arrays.values())).dtype)
-
-
-def _named(prefix: str, state: Any) -> Arrays:
-    return {f"{prefix}{name}": np.asarray(value, state[0].dtype) for name, value in state._asdict().items()}
-
-
-def _prefixed(buffers: Arrays) -> Arrays:
-    return {f"buffers.{name}": array for name, array in buffers.items()}
-
-
-def _start(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[Any], Any]]:
-    """x^0, the buffers, the model's fingerprint, and the way from x to the model's own form."""
-    if hasattr(model, "named_parameters"):
-        from covary.flower.torch import flat_parameters, float_buffers, form_of_module
-
-        return flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x
-    if hasattr(model, "init"):
-        model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
-    params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), model)  # in the types that JAX is set to
-    x, unravel = ravel_pytree(params)
-    x = np.asarray(x)
-    if x.dtype.kind != "f" or not x.size or not np.isfinite(x).all():
-        came = f"{x.size} numbers of {x.dtype}"
-        raise refused("model", "a model, a PyTorch module or finite parameters", came, "Try covary.models.")
-    return x, {}, form_of_params(params), lambda x: jax.tree.map(np.asarray, unravel(x))
-
-
-def _spec(algorithm: Algorithm) -> dict[str, Any]:
-    """How a node builds the same algorithm."""
-    if algorithm.recipe is None:
-        fix = "Make it with a function marked by @covary.algorithm.factory, and name that to the client app too."
-        raise refused("algorithm", "made by a factory", algorithm.name, fix)
-    build, options = algorithm.recipe
-    return {"name": build.__name__, "numbers": dict(algorithm.numbers), "options": dict(options)}
-
-
-def upload_like(trip: Exchange, algorithm: Algorithm, server: Any) -> Any:
-    """The form of an upload: what `finish` makes of vectors of the right length."""
-    down, client = trip.broadcast(server), algorithm.init_client(server[0])
-
-    def grad(y: Any) -> Any:
-        return y
-
-    up, _ = trip.finish(trip.start(down, client, grad), down, client, grad, 1)
-    return type(up)(*(np.asarray(value, server[0].dtype) for value in up))
-
-
-NOT_MEASURED = ("round", "epoch", "asked", "cohort", "bytes_up", "bytes_down", "seconds")
-
-
-def _measured(row: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in row.items() if name not in NOT_MEASURED and isinstance(value, float)]
-
-
-def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The history in simulation's form: one array a column, cohorts padded with -1, NaN where nothing was measured."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    widest = max((len(row["cohort"]) for row in rows), default=0)
-    columns = {}
-    for name in names:
-        if name == "cohort":
-            columns[name] = np.array([row[name] + [-1] * (widest - len(row[name])) for row in rows])
-        else:
-            columns[name] = np.array([math.nan if row.get(name) is None else row[name] for row in rows])
-    return columns
