@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
@@ -390,6 +391,7 @@ class Server:
         late = False
         while waiting and not late:
             late = time.monotonic() >= deadline  # then this is the last look
+            _bound_pulls(max(1.0, deadline - time.monotonic()))
             for message in self.grid.pull_messages(list(waiting)):
                 name = waiting.pop(message.metadata.reply_to_message_id, None)
                 if name is None:
@@ -584,6 +586,15 @@ class Server:
             for row in kept:
                 self.history.append(row, durable=True)
         return kept
+
+
+def _bound_pulls(seconds: float) -> None:
+    """Let Flower wait so long, not two hours, for the rest of a reply whose sender died while it was sending."""
+    with contextlib.suppress(ImportError):  # of another version of Flower
+        from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+        if pull_objects.__kwdefaults__ and "max_time" in pull_objects.__kwdefaults__:
+            pull_objects.__kwdefaults__["max_time"] = seconds
 
 
 def identity(info: Any) -> str:
