@@ -1,6 +1,6 @@
 """covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
 
-from covary import models
+from covary import models, theory
 from covary.algorithm import Algorithm, Exchange
 from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
 from covary.data import datasets, partition
@@ -10,6 +10,7 @@ from covary.errors import CovaryError, DivergenceWarning
 from covary.problem import Problem, lower_bound, quadratics, supervised
 from covary.simulate import Run, simulate
 from covary.sweep import Sweep, sweep
+from covary.theory import Diagnosis, diagnose
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ configure()
 __all__ = [
     "Algorithm",
     "CovaryError",
+    "Diagnosis",
     "DivergenceWarning",
     "Exchange",
     "FederatedData",
@@ -26,6 +28,7 @@ __all__ = [
     "Sweep",
     "dane",
     "datasets",
+    "diagnose",
     "fedavg",
     "feddyn",
     "fedprox",
@@ -39,5 +42,6 @@ __all__ = [
     "simulate",
     "supervised",
     "sweep",
+    "theory",
     "vrl_sgd",
 ]

@@ -230,15 +230,16 @@ def gradient(program: Program, form: Form, batch: Any, inside: Any) -> Callable[
         if program.precision is not None:
             products = jax.default_matmul_precision("BF16_BF16_F32")
         with products:
-            return jax.grad(lambda y: loss_at(program, form.params(y), batch, weights))(y)
+            return jax.grad(lambda y: loss_at(program.loss, form.params(y), batch, weights))(y)
 
     return slope
 
 
-def loss_at(program: Program, params: Any, batch: Any, weights: Any) -> Any:
+def loss_at(loss: Callable[[Any, Any], Any], params: Any, batch: Any, weights: Any) -> Any:
+    """The loss of a batch, or the weighted sum of its examples' losses."""
     if weights is None:
-        return program.loss(params, batch)
-    each = jax.vmap(lambda example: program.loss(params, jax.tree.map(lambda leaf: leaf[None], example)))(batch)
+        return loss(params, batch)
+    each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda leaf: leaf[None], example)))(batch)
     return weights.astype(each.dtype) @ each
 
 

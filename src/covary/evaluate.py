@@ -62,12 +62,12 @@ def training_loss(program: Program, params: Any, world: World) -> Any:
 
     def part(first: Any, count: int) -> Any:
         rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (world.examples, weights))
-        value = loss_at(program, params, *rows)
+        value = loss_at(program.loss, params, *rows)
         return value * (count / n) if weights is None else value
 
     weights = world.example_weights
     if devices == parts == 1 or size == 0 or not program.divisible:
-        return loss_at(program, params, world.examples, weights)
+        return loss_at(program.loss, params, world.examples, weights)
     mine = jax.lax.axis_index(AXIS) * parts if devices > 1 else 0
     here = jnp.sum(jax.lax.map(lambda k: part((mine + k) * size, size), jnp.arange(parts)))
     whole = here if devices == 1 else jax.lax.psum(here, AXIS)

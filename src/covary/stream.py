@@ -140,4 +140,4 @@ def streamed_loss(program: Program, data: StreamedData, p: np.ndarray, x: Any) -
 
 @functools.lru_cache(maxsize=16)
 def _part_of_loss(program: Program) -> Callable[[Any, Any, Any], Any]:
-    return jax.jit(lambda x, batch, weights: loss_at(program, program.unravel(x), batch, weights))
+    return jax.jit(lambda x, batch, weights: loss_at(program.loss, program.unravel(x), batch, weights))

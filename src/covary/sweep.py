@@ -23,6 +23,7 @@ from covary.simulate import Pace
 LAP = (
     25  # rounds between two looks at a race: a fixed number, so that its result does not depend on the machine's speed
 )
+RATIO = 10**0.5  # between neighbouring step-sizes
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Sweep:
         endings = np.reshape([row["outcome"] for row in self.table], (len(self.points), len(self.seeds)))
         diverged = np.any(endings == "diverged", axis=1)
         return min(range(len(self.points)), key=lambda p: (diverged[p], rounds[p], -seen[p]))
+
+
+def half_decade(value: float) -> float:
+    """The nearest of ..., 0.0316, 0.1, 0.316, 1, 3.16, ..."""
+    return float(f"{10 ** (round(2 * np.log10(value)) / 2):.3g}")
 
 
 def sweep(

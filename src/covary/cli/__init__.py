@@ -8,13 +8,14 @@ import typer
 from rich.console import Console
 
 from covary import __version__
-from covary.cli import bench, compare, data, deploy, reproduce, train
+from covary.cli import bench, compare, data, deploy, diagnose, reproduce, train
 from covary.errors import CovaryError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command()(compare.compare)
 app.command()(train.run)
 app.command()(train.sweep)
+app.command()(diagnose.diagnose)
 app.command()(reproduce.reproduce)
 app.command()(bench.bench)
 app.command()(deploy.new_app)

@@ -41,10 +41,10 @@ Target = Annotated[float | None, typer.Option(help="Stop at this test accuracy."
 Out = Annotated[Path, typer.Option(help="Where to make the run folder.")]
 
 
-def bar(unit: str) -> Progress:
+def bar(unit: str, quiet: bool = False) -> Progress:
     """A progress bar that goes away when the work is done."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=quiet)
 
 
 def factory_of(name: str) -> Callable[..., Algorithm]:
@@ -66,15 +66,15 @@ def training(
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
     return {
-        "clients_per_round": _number_or_fraction(clients_per_round),
+        "clients_per_round": number_or_fraction(clients_per_round),
         "local_steps": local_steps,
         "local_epochs": 5 if local_epochs is None and local_steps is None else local_epochs,
-        "batch_size": _number_or_fraction(batch_size) if batch_size != 0 else None,
+        "batch_size": number_or_fraction(batch_size) if batch_size != 0 else None,
         "warm_start": warm_start,
         "weights": weights,
         "target": None if target is None else ("accuracy", target),
     }
 
 
-def _number_or_fraction(value: float) -> int | float:
+def number_or_fraction(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from covary.cli import problems
 from covary.cli.common import console
-from covary.data import datasets, partition
+from covary.data import datasets
 from covary.data.download import ARCHIVE, fetch_emnist
-from covary.errors import CovaryError, refused
+from covary.errors import refused
 
 app = typer.Typer(no_args_is_help=True, help="Fetch data sets, and see how clients divide them.")
 
@@ -42,11 +43,11 @@ def emnist(
 
 @app.command()
 def show(
-    dataset: Annotated[str, typer.Argument(help="digits, emnist, fashion-mnist or heart-disease.")] = "digits",
-    root: Annotated[Path | None, typer.Option(help="Folder or file of a data set that is not built in.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients N. [default: 20]")] = None,
-    similarity: Annotated[float | None, typer.Option(help="The paper's i.i.d. share, 0 to 1. [default: 0]")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration instead.")] = None,
+    dataset: problems.Dataset = "digits",
+    root: problems.Root = None,
+    clients: problems.Clients = None,
+    similarity: problems.Similarity = None,
+    alpha: problems.Alpha = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     out: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("clients.png"),
 ) -> None:
@@ -59,38 +60,9 @@ def show(
 
     if out.suffix != ".png" or not out.parent.is_dir():
         raise refused("--out", "a .png file in a folder that exists", out, "Try --out clients.png.")
-    if similarity is not None and alpha is not None:
-        raise CovaryError("--similarity and --alpha are two ways to divide the data. Give one of them.")
-    divided, how = _divided(dataset, root, clients, similarity, alpha, seed)
-    counts = divided.label_counts()
-    title = f"{dataset}, {how}: {divided.n_clients} clients, {divided.n_examples:,} examples"
+    data, _, how = problems.divided(dataset, root, clients, similarity, alpha, seed)
+    counts = data.label_counts()
+    title = f"{dataset}, {how}: {data.n_clients} clients, {data.n_examples:,} examples"
     console.print(histogram_table(title, counts))
     save_histograms(out, counts, title)
     console.print(f"Picture: {out}", soft_wrap=True)
-
-
-def _divided(
-    dataset: str, root: Path | None, clients: int | None, similarity: float | None, alpha: float | None, seed: int
-) -> tuple[Any, str]:
-    """The data set divided as asked, and how in words."""
-    from covary.experiments.common import load_emnist
-
-    if dataset == "heart-disease":
-        if (clients, similarity, alpha) != (None, None, None):
-            raise CovaryError("The hospitals are the clients here: leave out --clients, --similarity and --alpha.")
-        train, _ = datasets.heart_disease(root or "fed-heart-disease.npz")
-        return partition.by_group(*train), "by hospital"
-    if dataset == "digits":
-        x, y = datasets.digits()[0]
-    elif dataset == "emnist":
-        x, y = load_emnist(root or Path("data"), paper_white=False).train
-    elif dataset == "fashion-mnist":
-        x, y = datasets.fashion_mnist(root or datasets.FASHION_MNIST)[0]
-    else:
-        allowed = "digits, emnist, fashion-mnist or heart-disease"
-        raise refused("DATASET", allowed, dataset, "Try: covary data show digits.")
-    clients = 20 if clients is None else clients
-    if alpha is not None:
-        return partition.dirichlet(x, y, clients, alpha, seed), f"Dirichlet with alpha = {alpha:g}"
-    similarity = 0.0 if similarity is None else similarity
-    return partition.by_similarity(x, y, clients, similarity, seed), f"{100 * similarity:g} % similarity"

@@ -16,7 +16,7 @@ from covary.algorithms import fedavg, fedprox, scaffold, sgd
 from covary.data import datasets, partition
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
-from covary.sweep import Sweep, sweep
+from covary.sweep import RATIO, Sweep, half_decade, sweep
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "sgd": sgd,
@@ -24,7 +24,6 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedprox": fedprox,
     "scaffold": scaffold,
 }
-RATIO = 10**0.5  # between neighbouring step-sizes
 Log = Callable[[str, int, dict[str, float]], None]
 
 
@@ -121,11 +120,7 @@ def load_emnist(root: str | Path, paper_white: bool) -> Emnist:
 
 def step_sizes(centre: float, count: int) -> list[float]:
     """`count` step-sizes a factor of √10 apart around a centre: ..., 0.00316, 0.01, 0.0316, 0.1, ..."""
-    return [_half_decade(centre * RATIO ** (i - (count - 1) // 2)) for i in range(count)]
-
-
-def _half_decade(value: float) -> float:
-    return float(f"{10 ** (round(2 * np.log10(value)) / 2):.3g}")
+    return [half_decade(centre * RATIO ** (i - (count - 1) // 2)) for i in range(count)]
 
 
 def attempt(
@@ -174,7 +169,7 @@ def tune(
         best, least = _best(members), min(m["eta_l"] for m in members)
         if best not in (least, max(m["eta_l"] for m in members)):
             break
-        beyond = _half_decade(best / RATIO if best == least else best * RATIO)
+        beyond = half_decade(best / RATIO if best == least else best * RATIO)
         score = _score(members, best)[0]
         most = len(budget.seeds) * score  # a point whose seeds take longer has a worse mean
         rounds = budget.rounds if np.isinf(most) else min(budget.rounds, int(most) + 1)

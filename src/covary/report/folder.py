@@ -78,22 +78,22 @@ class RunFolder:
     def append(self, record: dict[str, Any], durable: bool = False) -> None:
         """Add a line; a durable one is on the disk when this returns."""
         with self.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            file.write(json.dumps(plain(record), allow_nan=False) + "\n")
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """NumPy to JSON; a value that was not measured (NaN) is null."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

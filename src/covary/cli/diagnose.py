@@ -1,0 +1,119 @@
+"""`covary diagnose`: will SCAFFOLD help, and with which settings?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from covary.cli import common, problems
+from covary.cli.common import bar, console
+from covary.errors import CovaryError, refused
+from covary.report.folder import RunFolder, plain
+
+FULL = (1, 2, 5, 12, 25, 50, 100, 200)
+
+
+def diagnose(
+    dataset: problems.Dataset = "digits",
+    root: problems.Root = None,
+    clients: problems.Clients = None,
+    similarity: problems.Similarity = None,
+    alpha: problems.Alpha = None,
+    hidden: common.Hidden = 0,
+    rounds: Annotated[int, typer.Option(help="How many rounds you mean to train for.")] = 100,
+    clients_per_round: Annotated[
+        float | None, typer.Option(help="Clients a round: a number, or a fraction. [default: 0.2; all hospitals]")
+    ] = None,
+    local_steps: Annotated[int | None, typer.Option(help="K, if it is settled.")] = None,
+    max_local_steps: Annotated[int, typer.Option(help="The most local steps to consider.")] = 100,
+    batch_size: common.Batch = 0.2,
+    weights: common.Weights = "uniform",
+    target: Annotated[float | None, typer.Option(help="The test accuracy you want to reach.")] = None,
+    target_loss: Annotated[float | None, typer.Option(help="The training loss you want to reach, instead.")] = None,
+    trial_rounds: Annotated[int, typer.Option(help="Rounds of the trial.")] = 30,
+    seed: problems.Seed = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also run the full sweep that the advice is to save (needs a target).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, and nothing else.")] = False,
+    out: common.Out = Path("runs"),
+) -> None:
+    """Measure how different the clients are, and say which algorithm, K and step-sizes to use.
+
+    Takes a minute on digits. For your own model and data: covary.diagnose(problem) in Python.
+
+    Example: covary diagnose digits --similarity 0.1 --target 0.95
+    """
+    from covary.report.diagnosis import check_table, diagnosis_panel, save_diagnosis
+    from covary.theory.diagnose import check_advice
+    from covary.theory.diagnose import diagnose as measure
+
+    goal = _goal(target, target_loss)
+    if check and goal is None:
+        raise CovaryError("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
+    RunFolder.refuse_unwritable(out)
+    data, test, how = problems.divided(dataset, root, clients, similarity, alpha, seed)
+    problem = problems.problem_of(data, test, hidden)
+    if clients_per_round is None:
+        clients_per_round = 0.0 if dataset == "heart-disease" else 0.2
+    options: dict[str, Any] = {
+        "clients_per_round": common.number_or_fraction(clients_per_round) if clients_per_round else None,
+        "batch_size": common.number_or_fraction(batch_size) if batch_size else None,
+        "weights": weights,
+    }
+    title = f"{dataset}, {how}: {data.n_clients} clients, {'2-layer network' if hidden else 'logistic regression'}"
+    checked = None
+    try:
+        with bar("", quiet=as_json) as progress:
+            task = progress.add_task("starting", total=None)
+
+            def say(text: str) -> None:
+                progress.update(task, description=text)
+
+            found = measure(
+                problem,
+                rounds,
+                local_steps=local_steps,
+                seed=seed,
+                target=goal,
+                max_local_steps=max_local_steps,
+                trial_rounds=trial_rounds,
+                say=say,
+                **options,
+            )
+            if check:
+                steps = [K for K in FULL if max_local_steps >= K]
+                checked = check_advice(found, problem, goal, steps, say=say, **options)
+    except KeyboardInterrupt:
+        console.print("\nStopped. Nothing was kept: the advice comes at the end.")
+        raise typer.Exit(130) from None
+    folder = RunFolder.create("diagnose", out)
+    record = {"kind": "diagnosis", "title": title, **found.as_dict()}
+    if checked is not None:
+        record["check"] = checked.as_dict()
+    folder.append(record)
+    save_diagnosis(folder.path / "diagnosis.png", found, title)
+    if as_json:
+        typer.echo(json.dumps(plain(record), allow_nan=False, indent=1))
+        return
+    console.print(diagnosis_panel(found, title))
+    if checked is not None:
+        console.print(check_table(found, checked))
+        agrees = "as was advised" if checked.as_predicted else "against the advice"
+        console.print(
+            f"The advised setting needs {checked.ratio:.2f} times the rounds of the best of {checked.cells} cells; "
+            f"SCAFFOLD {'beats' if checked.beats else 'does not beat'} FedAvg, {agrees}.",
+            soft_wrap=True,
+        )
+    console.print(f"Picture: {folder.path / 'diagnosis.png'}\nRaw results: {folder.results}", soft_wrap=True)
+
+
+def _goal(target: float | None, target_loss: float | None) -> tuple[str, float] | None:
+    if target is not None and target_loss is not None:
+        raise CovaryError("--target and --target-loss are two goals. Give one of them.")
+    if target is not None and not 0 < target <= 1:
+        raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.9.")
+    return ("accuracy", target) if target is not None else ("loss", target_loss) if target_loss is not None else None

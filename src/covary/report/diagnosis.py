@@ -1,0 +1,155 @@
+"""A diagnosis for the terminal and as a picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from covary.report.plots import STYLES, new_figure
+
+if TYPE_CHECKING:
+    from covary.theory.diagnose import Diagnosis
+    from covary.theory.trial import Check
+
+
+def diagnosis_panel(d: Diagnosis, title: str) -> Panel:
+    """The verdict, the advice with its reasons, the constants, and what to beware of.
+
+    >>> import covary as cv
+    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4)
+    >>> diagnosis_panel(found, "two clients").title
+    'two clients'
+    """
+    advice = Table(box=None, show_header=False, padding=(0, 1))
+    advice.add_column(style="bold", no_wrap=True)
+    advice.add_column(style="bold green", no_wrap=True)
+    advice.add_column(overflow="fold")
+    for name, value in (
+        ("algorithm", d.algorithm),
+        ("K", str(d.K)),
+        ("eta_l", f"{d.eta_l:g}"),
+        ("eta_g", f"{d.eta_g:g}"),
+    ):
+        advice.add_row(name, value, Text(d.reasons[name]))
+    constants = Table(box=None, show_header=False, padding=(0, 1))
+    constants.add_column(style="bold", no_wrap=True)
+    constants.add_column(justify="right", no_wrap=True)
+    constants.add_column(style="dim", overflow="fold")
+    for name, value, meaning in constants_of(d):
+        constants.add_row(name, value, meaning)
+    parts: list[Any] = [
+        Text(d.verdict, style="bold"),
+        Text(),
+        Text("Use", style="underline"),
+        advice,
+        Text(),
+        Text("Measured", style="underline"),
+        constants,
+    ]
+    if d.warnings:
+        parts += [Text(), Text("Beware", style="underline")]
+        parts += [Text(f"• {text}", style="yellow") for text in d.warnings]
+    return Panel(Group(*parts), title=title, title_align="left", padding=(1, 2))
+
+
+def constants_of(d: Diagnosis) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of every constant."""
+
+    def told(value: float, se: float) -> str:
+        return f"{value:.3g}" + (f" ± {se:.2g}" if se > 0.0005 * abs(value) else "")
+
+    flat = abs(d.mu) <= max(2 * d.mu_se, 1e-4 * d.beta)
+    mu = "0" if flat else told(d.mu, d.mu_se)
+    curved = "f is convex, not strongly" if flat else "f is strongly convex" if d.mu > 0 else "f is not convex here"
+    sigma = "—" if math.isnan(d.sigma) else told(d.sigma, d.sigma_se)
+    return [
+        ("beta", told(d.beta, d.beta_se), "smoothness: largest curvature of a client's loss"),
+        ("mu", mu, f"lowest curvature: {curved}"),
+        ("delta", told(d.delta, d.delta_se), "Hessian dissimilarity: limits how many local steps pay"),
+        (
+            "beta/delta",
+            f"{d.useful_local_steps:.3g}",
+            "local steps that pay by Theorem IV, from the constants at the start",
+        ),
+        ("G", told(d.G, d.G_se), "gradient dissimilarity near the end: FedAvg drifts by it"),
+        ("B", f"{d.B:.3g}", "its growth with the gradient"),
+        ("sigma", sigma, "noise of a minibatch's gradient within a client"),
+        ("safe eta_l", f"{d.eta_l_safe:.2g}", "what the theorem guarantees for this algorithm and K"),
+    ]
+
+
+def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
+    """The constants, and the rounds that were measured and predicted for each algorithm.
+
+    >>> import tempfile, covary as cv
+    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_diagnosis(Path(folder) / "diagnosis.png", found, "two clients")
+    ...     (Path(folder) / "diagnosis.png").stat().st_size > 0
+    True
+    """
+    figure = new_figure(10, 4.2)
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.35])
+    shown = [
+        ("β", d.beta, d.beta_se),
+        ("δ", d.delta, d.delta_se),
+        ("μ", d.mu, d.mu_se),
+        ("G", d.G, d.G_se),
+        ("σ", d.sigma, d.sigma_se),
+    ]
+    shown = [row for row in shown if math.isfinite(row[1]) and row[1] > 0]
+    for at, (name, value, se) in enumerate(reversed(shown)):
+        colour = STYLES["scaffold"][0] if name in "βδμ" else STYLES["fedavg"][0]
+        reach = [[min(se, 0.99 * value)], [se]]
+        left.errorbar(value, at, xerr=reach, fmt="o", color=colour, capsize=3, markersize=7)
+        left.annotate(f"{value:.3g}", (value, at), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8)
+    left.set_yticks(range(len(shown)), [name for name, _, _ in reversed(shown)])
+    left.set_xscale("log")
+    left.margins(x=0.25, y=0.2)
+    left.set_title("constants, with standard errors", fontsize=10)
+    left.set_xlabel("curvature (β δ μ), gradient (G σ)")
+
+    names = sorted(d.measured, key=lambda name: d.measured[name])
+    limit = max([v for v in (*d.measured.values(), *d.predicted.values()) if math.isfinite(v)], default=1.0)
+    for at, name in enumerate(names):
+        measured, predicted = d.measured[name], d.predicted.get(name)
+        colour = STYLES.get(name, ("#009E73", ":"))[0]
+        if math.isfinite(measured):
+            right.barh(at, measured, height=0.55, color=colour)
+            right.annotate(f"{measured:.3g}", (measured, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
+        else:
+            right.annotate("not reached", (limit**0, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
+        if predicted is not None and math.isfinite(predicted):
+            right.plot(predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
+    right.plot([], [], "D", markerfacecolor="white", markeredgecolor="#333333", label="Table 1, scaled to SGD")
+    right.set_yticks(range(len(names)), names)
+    right.invert_yaxis()
+    right.set_xscale("log")
+    right.set_xlim(left=0.7)
+    right.margins(x=0.15)
+    right.set_xlabel(f"rounds to {d.goal}")
+    right.set_title("measured (bars) and predicted (diamonds)", fontsize=10)
+    if d.predicted:
+        right.legend(frameon=False, fontsize=8, loc="lower right")
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def check_table(d: Diagnosis, found: Check) -> Table:
+    """The advice beside the best cells of the full sweep."""
+    table = Table(title="The advice against a full sweep, with other seeds", title_justify="left")
+    for name in ("", "K", "eta_l", "eta_g", "rounds"):
+        table.add_column(name, justify="left" if not name else "right")
+    own = d.trials["scaffold"]
+    table.add_row("SCAFFOLD as advised", str(own.K), f"{own.eta_l:g}", f"{own.eta_g:g}", f"{found.advised:.3g}")
+    for name, best in (("SCAFFOLD's best cell", found.best), ("FedAvg's best cell", found.fedavg)):
+        table.add_row(name, str(best.K), f"{best.eta_l:g}", f"{best.eta_g:g}", f"{best.rounds:.3g}")
+    return table

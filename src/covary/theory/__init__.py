@@ -1,0 +1,35 @@
+"""The paper's assumptions and theorems as things one can measure and check."""
+
+from covary.theory import rates
+from covary.theory.diagnose import Diagnosis, check_advice, diagnose
+from covary.theory.dissimilarity import (
+    Curvature,
+    Estimate,
+    Gradients,
+    Noise,
+    control_lag,
+    curvature,
+    envelope,
+    gradient_dissimilarity,
+    gradient_noise,
+    lag_along,
+    optimum,
+)
+
+__all__ = [
+    "Curvature",
+    "Diagnosis",
+    "Estimate",
+    "Gradients",
+    "Noise",
+    "check_advice",
+    "control_lag",
+    "curvature",
+    "diagnose",
+    "envelope",
+    "gradient_dissimilarity",
+    "gradient_noise",
+    "lag_along",
+    "optimum",
+    "rates",
+]

@@ -1,0 +1,281 @@
+"""`diagnose`: will SCAFFOLD help here, and with which K, eta_l and eta_g? Measured, predicted, checked by running."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from covary.algorithm import Algorithm
+from covary.checks import whole
+from covary.errors import CovaryError, refused
+from covary.plan import batches_of, cohort_size
+from covary.problem import Problem
+from covary.simulate import simulate
+from covary.theory import rates
+from covary.theory.advice import Evidence, Point, predicted, reasons, warnings
+from covary.theory.dissimilarity import Estimate, curvature, gradient_dissimilarity, gradient_noise
+from covary.theory.oracle import Oracle
+from covary.theory.trial import Check, Contest, Trial, check, compete, maker, to_what_all_reached
+
+# In this order one of several that are equally good is chosen: the less work and memory, the earlier.
+PREFERENCE = ("sgd", "fedavg", "scaffold", "mime", "fedprox", "feddyn", "dane")
+LADDER = 4  # between two numbers of local steps that are tried
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was measured, and what follows from it."""
+
+    # The constants: the largest (mu: the least) along the way from the start to where the trial ended.
+    beta: float  # smoothness of the clients' functions, A5
+    beta_se: float
+    mu: float  # lowest curvature of f; below 0: f is not convex here
+    mu_se: float
+    sigma: float  # deviation of a minibatch's gradient within a client, A4
+    sigma_se: float
+    G: float  # gradient dissimilarity, A1
+    G_se: float
+    B: float
+    delta: float  # Hessian dissimilarity, A2
+    delta_se: float
+    # The advice.
+    algorithm: str
+    K: int
+    eta_l: float
+    eta_g: float
+    eta_l_safe: float  # what the theorem guarantees for the algorithm, K and eta_g
+    scaffold_beats_fedavg: bool
+    reasons: dict[str, str]
+    warnings: list[str]
+    # What it rests on.
+    convex: bool
+    useful_local_steps: float  # beta / delta
+    N: int
+    S: int
+    measured: dict[str, float]  # rounds until the goal in the trial, by algorithm; infinite: not reached
+    predicted: dict[str, float]  # by Table 1, scaled so that SGD's is what was measured of it
+    goal: str  # what `measured` counts rounds to
+    trials: dict[str, Trial] = field(repr=False)
+    points: list[dict[str, float]] = field(repr=False)  # the constants at each point where they were measured
+    cost: int  # gradients of one example's loss that the constants took
+    prox: float = field(repr=False)
+
+    def build(self) -> Algorithm:
+        """The recommended algorithm, ready for `simulate`; its K is `diagnosis.K`.
+
+        >>> import covary as cv
+        >>> str(cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4).build())
+        'scaffold(eta_l=0.316, eta_g=1.0, option='II')'
+        """
+        return maker(self.algorithm, self.K, self.prox, self.eta_g)(self.eta_l)
+
+    @property
+    def verdict(self) -> str:
+        """Whether SCAFFOLD is worth it, in one sentence."""
+        return self.reasons["scaffold"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        plain = asdict(self)
+        for trial in plain["trials"].values():
+            trial["curve"] = [None if math.isnan(v) else float(v) for v in trial["curve"]]
+        return plain
+
+
+def diagnose(
+    problem: Problem,
+    rounds: int = 100,
+    clients_per_round: int | float | None = None,
+    local_steps: int | None = None,
+    batch_size: int | float | None = None,
+    seed: int = 0,
+    x0: Any = None,
+    weights: str = "uniform",
+    target: tuple[str, float] | tuple[str, str, float] | None = None,
+    *,
+    max_local_steps: int = 100,
+    trial_rounds: int = 30,
+    algorithms: tuple[str, ...] = PREFERENCE,
+    say: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Measure the paper's constants on a problem, and say which algorithm, K and step-sizes to use.
+
+    First the constants are measured at the start, then a short contest is run around the step-size they suggest, then
+    the constants are measured again where it ended. The advice is what won; the constants explain it.
+
+    Args:
+        problem: your model and data, from `covary.supervised(...)`, say, with at least two clients.
+        rounds: how many rounds you mean to train for.
+        clients_per_round, batch_size, seed, x0, weights: as you will use them, and as in `simulate`.
+        local_steps: your K, if it is settled; by default several are tried.
+        target: what you want to reach, such as ("accuracy", 0.9): the contest is then for the fewest rounds to it. By
+            default it is for the lowest training loss.
+        max_local_steps: the most local steps to consider.
+        trial_rounds: the length of the contest. Algorithms that need two trips a round get half as many rounds.
+        algorithms: which to consider besides SCAFFOLD and FedAvg. VRL-SGD is not among them: it takes SCAFFOLD's steps
+            where it can be used at all.
+        say: called with a line of text when something new is begun.
+
+    Returns:
+        A `Diagnosis`.
+
+    >>> import covary as cv
+    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4)
+    >>> found.beta, found.delta, found.algorithm, found.scaffold_beats_fedavg
+    (2.0, 1.0, 'scaffold', True)
+    """
+    say = say or (lambda text: None)
+    for name in algorithms:
+        if name not in PREFERENCE:
+            raise refused("algorithms", f"some of {', '.join(PREFERENCE)}", name, "See covary.algorithms.")
+    whole("rounds", rounds, 1)
+    whole("max_local_steps", max_local_steps, 1)
+    oracle = Oracle(problem, weights, seed, x0)
+    S = cohort_size(clients_per_round, problem.n_clients)
+    batches_of(batch_size, problem.data.sizes)
+
+    say("measuring the clients' gradients and Hessians at the start")
+    first = _measure(oracle, oracle.start, batch_size)
+    beta, delta = (getattr(first.curvature, name).value for name in ("beta", "delta"))
+    useful = rates.useful_local_steps(beta, delta)
+    steps = [whole("local_steps", local_steps, 1)] if local_steps is not None else _ladder(useful, max_local_steps)
+    contest = Contest(
+        problem=problem,
+        trips=min(rounds, whole("trial_rounds", trial_rounds, 2)),
+        seeds=(seed,),
+        target=target,
+        prox=delta,
+        settings={"clients_per_round": clients_per_round, "batch_size": batch_size, "weights": weights, "x0": x0},
+        say=say,
+    )
+    trials = compete(contest, algorithms, steps, 1 / beta, S)
+    best = min(trials.values(), key=contest.order)
+    if not math.isfinite(best.value):
+        raise CovaryError(
+            "Every run of the trial diverged, even with the smallest step-size tried "
+            f"({min(row['eta_l'] for row in best.tried):g}). Scale the features (mean 0, deviation 1), or start nearer."
+        )
+    chosen = next(trials[name] for name in PREFERENCE if name in trials and contest.as_good(trials[name], best))
+    points, x = [first], oracle.start
+    for x in (way := _trajectory(contest, trials["scaffold"], seed)):
+        say(f"measuring along the way, {len(points)} of {len(way)}")
+        points.append(_measure(oracle, x, batch_size, hessians=x is way[-1]))
+    return _conclude(
+        Evidence(
+            oracle=oracle,
+            points=points,
+            moved=float(np.linalg.norm((x - oracle.start).astype(float))),
+            contest=contest,
+            trials=trials,
+            chosen=chosen,
+            beats=not contest.as_good(trials["fedavg"], trials["scaffold"]),
+            rounds=rounds,
+            S=S,
+            useful=useful,
+        )
+    )
+
+
+def check_advice(
+    diagnosis: Diagnosis,
+    problem: Problem,
+    target: Any,
+    steps: Sequence[int],
+    *,
+    rounds: int = 300,
+    seeds: tuple[int, ...] = (1, 2, 3),
+    say: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> Check:
+    """Run the full sweep that a diagnosis is to save, with other seeds, and hold its advice for SCAFFOLD against it.
+
+    Args:
+        diagnosis: from `diagnose` on the same problem.
+        problem: the problem.
+        target: what rounds are counted to.
+        steps: the K to sweep over; step-sizes a factor of √10 apart are tried for each until the best lies inside.
+        rounds: the most rounds of a run.
+        seeds: of the sweep.
+        say: called with a line of text when something new is begun.
+        settings: `clients_per_round`, `batch_size`, `weights` and `x0`, as they were given to `diagnose`.
+
+    >>> import covary as cv
+    >>> problem, goal = cv.lower_bound(G=10.0), ("loss", 1e-4)
+    >>> found = cv.diagnose(problem, x0=1.0, target=goal, max_local_steps=4)
+    >>> checked = cv.theory.check_advice(found, problem, goal, [1, 2, 4], seeds=(1,), x0=1.0)
+    >>> checked.as_predicted, checked.ratio <= 1.5
+    (True, True)
+    """
+    say = say or (lambda text: None)
+    contest = Contest(problem, whole("rounds", rounds, 2), tuple(seeds), target, diagnosis.prox, settings, say)
+    return check(contest, diagnosis.trials["scaffold"], diagnosis.scaffold_beats_fedavg, steps)
+
+
+def _measure(oracle: Oracle, x: np.ndarray, batch_size: Any, hessians: bool = True) -> Point:
+    problem = oracle.problem
+    noise = gradient_noise(problem, x, oracle=oracle) if oracle.divisible else None
+    return Point(
+        gradients=gradient_dissimilarity(problem, x, oracle=oracle),
+        sigma=Estimate(math.nan) if noise is None else noise.sigma(batch_size),
+        noise=noise,
+        curvature=curvature(problem, x, oracle=oracle) if hessians else None,
+    )
+
+
+def _ladder(useful: float, most: int) -> list[int]:
+    """Three numbers of local steps to try: the most that is allowed, and below it, down to about beta/delta."""
+    ladder = [most]
+    while len(ladder) < 3 and ladder[-1] > max(1, useful):
+        ladder.append(max(1, ladder[-1] // LADDER))
+    return sorted(ladder)
+
+
+def _trajectory(contest: Contest, trial: Trial, seed: int) -> list[np.ndarray]:
+    """Where SCAFFOLD's best run was after a quarter of the trial and at its end."""
+    algorithm = maker("scaffold", trial.K, contest.prox, trial.eta_g)(trial.eta_l)
+    ends = sorted({max(1, contest.trips // 4), contest.trips})
+    settings: dict[str, Any] = contest.settings | {"local_steps": trial.K, "seed": seed}
+    return [simulate(algorithm, contest.problem, r, eval_every=r, **settings).x for r in ends]
+
+
+def _conclude(e: Evidence) -> Diagnosis:
+    shown = e.trials if e.contest.target else to_what_all_reached(e.trials)
+    measured = {name: trial.rounds for name, trial in shown.items()}
+    goal = e.contest.target
+    (G, B), widest = e.dissimilarity, max((point.gradients.G for point in e.points), key=float)
+    return Diagnosis(
+        beta=e.beta.value,
+        beta_se=e.beta.se,
+        mu=e.mu.value,
+        mu_se=e.mu.se,
+        sigma=float(e.sigma.value),
+        sigma_se=e.sigma.se,
+        G=G,
+        G_se=widest.se * G / widest.value if widest.value > 0 else 0.0,
+        B=B,
+        delta=e.delta.value,
+        delta_se=e.delta.se,
+        algorithm=e.chosen.algorithm,
+        K=e.chosen.K,
+        eta_l=e.chosen.eta_l,
+        eta_g=e.chosen.eta_g,
+        eta_l_safe=e.safe_step,
+        scaffold_beats_fedavg=e.beats,
+        reasons=reasons(e),
+        warnings=warnings(e),
+        convex=e.convex,
+        useful_local_steps=e.useful,
+        N=e.N,
+        S=e.S,
+        measured=measured,
+        predicted=predicted(e, measured),
+        goal=f"{goal[0]} {goal[-1]:g}" if goal else "the lowest loss that all reached in the trial",
+        trials=shown,
+        points=[point.as_dict() for point in e.points],
+        cost=e.oracle.cost,
+        prox=e.contest.prox,
+    )

@@ -1,0 +1,98 @@
+"""Extreme eigenvalues of many symmetric matrices at once, from their products with vectors alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EVERY = 4  # steps between two looks at the eigenvalues
+
+
+class Extremes(NamedTuple):
+    """Of each matrix: the lowest and highest Ritz value, how far an eigenvalue can be from each, and their vectors."""
+
+    values: np.ndarray  # (matrices, 2)
+    errors: np.ndarray  # (matrices, 2): norms of the residuals
+    vectors: Any  # (matrices, 2, d)
+
+    @property
+    def norms(self) -> np.ndarray:
+        """The spectral norm of each matrix."""
+        return np.abs(self.values).max(axis=1)
+
+    @property
+    def norm_errors(self) -> np.ndarray:
+        return np.take_along_axis(self.errors, np.abs(self.values).argmax(axis=1)[:, None], axis=1)[:, 0]
+
+
+def lanczos(
+    product: Callable[[Any], Any],
+    start: Any,
+    steps: int,
+    enough: Callable[[np.ndarray, np.ndarray], bool],
+) -> Extremes:
+    """Lanczos' method with full reorthogonalisation, on all matrices side by side.
+
+    Args:
+        product: (matrices, d) -> (matrices, d), each matrix times its own vector.
+        start: the first vectors, (matrices, d), not zero.
+        steps: the most products to take.
+        enough: (values, errors) -> whether they will do, asked now and then.
+
+    Reference: Lanczos 1950; Golub and Van Loan, Matrix Computations, chapter 10.
+    """
+    m, d = start.shape
+    steps = min(steps, d)
+    basis = jnp.zeros((steps, m, d), start.dtype)
+    v = start / jnp.linalg.norm(start, axis=1, keepdims=True)
+    T = np.zeros((m, steps, steps))
+    length = np.full(m, steps)  # of each matrix's basis; shorter where it has found an invariant subspace
+    roundoff = 50 * float(jnp.finfo(start.dtype).eps)
+    extremes = None
+    for k in range(steps):
+        basis, w, alpha, beta = _step(basis, k, v, product(v))
+        alpha, beta = np.asarray(alpha, float), np.asarray(beta, float)
+        T[:, k, k] = alpha
+        going = length == steps
+        scale = np.abs(T[:, : k + 1, : k + 1]).max(axis=(1, 2))
+        ended = ~(beta > roundoff * np.maximum(scale, np.finfo(np.float32).tiny))
+        length[going & ended] = k + 1
+        rest = np.where(length == steps, beta, 0.0)
+        if not np.isfinite(alpha).all() or k + 1 == steps or not rest.any() or (k + 1) % EVERY == 0:
+            extremes = _extremes(T[:, : k + 1, : k + 1], np.minimum(length, k + 1), rest)
+            values, errors, _ = extremes
+            if k + 1 == steps or not rest.any() or not np.isfinite(values).all() or enough(values, errors):
+                break
+        T[:, k, k + 1] = T[:, k + 1, k] = rest
+        v = jnp.where(jnp.asarray(rest > 0)[:, None], w / jnp.maximum(jnp.asarray(beta, w.dtype)[:, None], 1e-30), 0)
+    assert extremes is not None
+    values, errors, mix = extremes
+    vectors = jnp.einsum("mks,kmd->msd", jnp.asarray(mix, basis.dtype), basis[: mix.shape[1]])
+    return Extremes(values, errors, vectors)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _step(basis: Any, k: Any, v: Any, w: Any) -> Any:
+    """The next direction, freed from all before it (twice, for the sake of rounding)."""
+    alpha = jnp.sum(v * w, axis=1)
+    basis = basis.at[k].set(v)
+    for _ in range(2):
+        w = w - jnp.einsum("km,kmd->md", jnp.einsum("kmd,md->km", basis, w), basis)
+    return basis, w, alpha, jnp.linalg.norm(w, axis=1)
+
+
+def _extremes(T: np.ndarray, length: np.ndarray, rest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    m, size, _ = T.shape
+    values, errors, mix = np.full((m, 2), np.nan), np.full((m, 2), np.nan), np.zeros((m, size, 2))
+    for i, k in enumerate(length):
+        if np.isfinite(T[i, :k, :k]).all():
+            eigenvalues, s = np.linalg.eigh(T[i, :k, :k])
+            values[i] = eigenvalues[[0, -1]]
+            errors[i] = np.abs(rest[i] * s[-1, [0, -1]])
+            mix[i, :k] = s[:, [0, -1]]
+    return values, errors, mix
