@@ -103,7 +103,9 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
         ("G", d.G, d.G_se),
         ("σ", d.sigma, d.sigma_se),
     ]
-    shown = [row for row in shown if math.isfinite(row[1]) and row[1] > 0]
+    shown = [
+        row for row in shown if math.isfinite(row[1]) and row[1] > 2 * row[2]
+    ]  # what is 0 for all one knows has no place
     for at, (name, value, se) in enumerate(reversed(shown)):
         colour = STYLES["scaffold"][0] if name in "βδμ" else STYLES["fedavg"][0]
         reach = [[min(se, 0.99 * value)], [se]]
@@ -116,20 +118,22 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
     left.set_xlabel("curvature (β δ μ), gradient (G σ)")
 
     names = sorted(d.measured, key=lambda name: d.measured[name])
-    limit = max([v for v in (*d.measured.values(), *d.predicted.values()) if math.isfinite(v)], default=1.0)
     for at, name in enumerate(names):
         measured, predicted = d.measured[name], d.predicted.get(name)
         colour = STYLES.get(name, ("#009E73", ":"))[0]
         if math.isfinite(measured):
             right.barh(at, measured, height=0.55, color=colour)
-            right.annotate(f"{measured:.3g}", (measured, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
+            text = f"{measured:.3g}"
         else:
-            right.annotate("not reached", (limit**0, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
+            measured = len(d.trials[name].curve) // d.trials[name].trips
+            right.barh(at, measured, height=0.55, color="white", edgecolor=colour, hatch="///", linewidth=0.8)
+            text = f"not in {measured}"
+        right.annotate(text, (measured, at), textcoords="offset points", xytext=(8, -3), fontsize=8)
         if predicted is not None and math.isfinite(predicted):
             right.plot(predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
-    right.plot([], [], "D", markerfacecolor="white", markeredgecolor="#333333", label="Table 1, scaled to SGD")
+    right.plot([], [], "D", markerfacecolor="white", markeredgecolor="#333333", label="Table 1, scaled")
     right.set_yticks(range(len(names)), names)
-    right.invert_yaxis()
+    right.set_ylim(len(names) - 0.4, -0.6)
     right.set_xscale("log")
     right.set_xlim(left=0.7)
     right.margins(x=0.15)

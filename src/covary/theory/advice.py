@@ -13,6 +13,7 @@ from covary.theory.oracle import Oracle
 from covary.theory.trial import Contest, Trial
 
 VISITS = 5  # of each client, below which its control variate is mostly old
+CHANCE = 1.3  # times what random parts of one data set would differ: no more than that is alike
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def reasons(e: Evidence) -> dict[str, str]:
 def _verdict(e: Evidence, told: dict[str, str]) -> str:
     ends = f"{told['scaffold']} against {told['fedavg']} in the trial"
     ratio = e.points[-1].against_chance
-    if e.beats and ratio >= 2:
+    if e.beats and ratio >= CHANCE:
         much = f"{ratio:.2g} times as much as" if math.isfinite(ratio) else "where"
         return (
             f"SCAFFOLD will beat FedAvg here: {ends}. The clients' gradients differ {much} random parts of one data "
@@ -177,7 +178,7 @@ def _verdict(e: Evidence, told: dict[str, str]) -> str:
             f"SCAFFOLD will beat FedAvg here: {ends}. The clients are alike, so it is not drift that its controls take "
             "out but the noise of cohorts and batches."
         )
-    if not e.contest.as_good(e.trials["scaffold"], e.trials["fedavg"]):
+    if e.contest.beats(e.trials["fedavg"], e.trials["scaffold"]):
         return (
             f"SCAFFOLD will not beat FedAvg here: {ends}. What it corrects is less than the noise that old controls "
             "add."
@@ -224,7 +225,7 @@ def warnings(e: Evidence) -> list[str]:
             f"Noise dominates: sigma²/K = {noise:.3g} is more than G² = {G2:.3g}, so a control variate is mostly "
             "noise. Larger batches or more local steps help more than SCAFFOLD does."
         )
-    if last.against_chance < 1.5:
+    if last.against_chance < CHANCE:
         told.append(
             f"G is as good as 0: the clients' gradients differ {last.against_chance:.2g} times as much as those of "
             "random parts of one data set. There is no drift to correct."
@@ -261,7 +262,9 @@ def warnings(e: Evidence) -> list[str]:
 def _outcome(trial: Trial, contest: Contest) -> str:
     """How a trial ended, in words."""
     if contest.target and math.isfinite(trial.messages):
-        return f"{trial.rounds:.3g} rounds" + (f" of {trial.trips} trips" if trial.trips > 1 else "")
+        return f"{trial.rounds:.3g} round{'s' if trial.rounds != 1 else ''}" + (
+            f" of {trial.trips} trips" if trial.trips > 1 else ""
+        )
     if not math.isfinite(trial.value):
         return "divergence"
     came = f"{contest.metric} {trial.value:.3g}"

@@ -99,6 +99,7 @@ def diagnose(
     *,
     max_local_steps: int = 100,
     trial_rounds: int = 30,
+    trial_seeds: int = 2,
     algorithms: tuple[str, ...] = PREFERENCE,
     say: Callable[[str], None] | None = None,
 ) -> Diagnosis:
@@ -116,6 +117,7 @@ def diagnose(
             default it is for the lowest training loss.
         max_local_steps: the most local steps to consider.
         trial_rounds: the length of the contest. Algorithms that need two trips a round get half as many rounds.
+        trial_seeds: how many times to run it, for the mean.
         algorithms: which to consider besides SCAFFOLD and FedAvg. VRL-SGD is not among them: it takes SCAFFOLD's steps
             where it can be used at all.
         say: called with a line of text when something new is begun.
@@ -146,7 +148,7 @@ def diagnose(
     contest = Contest(
         problem=problem,
         trips=min(rounds, whole("trial_rounds", trial_rounds, 2)),
-        seeds=(seed,),
+        seeds=tuple(range(seed, seed + whole("trial_seeds", trial_seeds, 1))),
         target=target,
         prox=delta,
         settings={"clients_per_round": clients_per_round, "batch_size": batch_size, "weights": weights, "x0": x0},
@@ -172,7 +174,7 @@ def diagnose(
             contest=contest,
             trials=trials,
             chosen=chosen,
-            beats=not contest.as_good(trials["fedavg"], trials["scaffold"]),
+            beats=contest.beats(trials["scaffold"], trials["fedavg"]),
             rounds=rounds,
             S=S,
             useful=useful,

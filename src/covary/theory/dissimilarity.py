@@ -492,17 +492,18 @@ def _refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
 
 def _refuse_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
     """Refuse a loss whose gradient jumps, so that its second derivative says nothing about it."""
-    parts, w = oracle.everyone(4096)[0], np.ones(1)
-    if not oracle.divisible:
-        w = oracle.p
-    slope = oracle.survey(x, parts, w, 0 * x)[3]
-    length = np.linalg.norm(slope)
-    if length == 0:
-        slope, length = np.ones_like(x), np.sqrt(x.size)
-    step = 1e-2 * max(1.0, float(np.sqrt(np.mean(np.square(x, dtype=float)))))
-    moved = oracle.survey((x + step * slope / length).astype(x.dtype), parts, w, 0 * x)[3]
-    change = float(np.linalg.norm(moved - oracle.survey(x, parts, w, 0 * x)[3])) / step
-    if beta <= 1e-7 * max(1.0, length) and change <= 1e-5 * length:
+    parts = oracle.everyone(4096)[0]
+    w = np.ones(1) if oracle.divisible else oracle.p
+    here = oracle.survey(x, parts, w, 0 * x)[3]
+    length = float(np.linalg.norm(here))
+    way = here / length if length > 0 else np.ones_like(x) / np.sqrt(x.size)
+    scale = max(1.0, float(np.sqrt(np.mean(np.square(x, dtype=float)))))
+    changes = {}
+    for step in (0.01, 0.1, 1.0):
+        there = oracle.survey((x + step * scale * way).astype(x.dtype), parts, w, 0 * x)[3]
+        changes[step] = float(np.linalg.norm(there - here)) / (step * scale)
+    change = max(changes[0.01], changes[0.1], changes[1.0] / 100)  # far away a smooth loss may be more curved, too
+    if beta <= 1e-7 * max(1.0, length) and change <= 1e-7 * length:
         raise CovaryError(
             "The loss has no curvature at all here: its gradient is the same all around. Such an f has no minimum to "
             "go to, or the model does not depend on its parameters. Check loss and init."

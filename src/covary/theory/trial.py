@@ -72,7 +72,7 @@ class Contest:
     def as_good(self, first: Trial, second: Trial) -> bool:
         """Whether the first needs at most a tenth more communication than the second."""
         if math.isfinite(second.messages):
-            return first.messages <= max(NEAR * second.messages, second.messages + 1)
+            return first.messages <= NEAR * second.messages
         seen = second.curve[np.isfinite(second.curve)]
         early = second.curve[: max(1, int(self.trips / NEAR))]
         early = early[np.isfinite(early)]
@@ -80,6 +80,11 @@ class Contest:
             return True
         negligible = 1e-3 * np.ptp(seen)  # against the progress that was made
         return self.way * (first.value - early[-1]) >= -negligible
+
+    def beats(self, first: Trial, second: Trial) -> bool:
+        """Whether the first saves more than a tenth of the second's communication, and more than one round."""
+        one_round = math.isfinite(second.messages) and second.messages <= first.messages + first.trips
+        return not (self.as_good(second, first) or one_round)
 
     def tune(self, name: str, K: int, centre: float, eta_g: float = 1.0) -> Trial:
         """The best step-size around a centre; the grid is continued while the best lies at an end of it."""
@@ -206,7 +211,7 @@ def check(contest: Contest, advised: Trial, beats: bool, steps: Sequence[int]) -
         tried = [member for trial in over_K for member in trial.tried]
         best[name] = replace(min(over_K, key=contest.order), tried=tried)
     (own,) = contest.run("scaffold", advised.K, [advised.eta_l], advised.eta_g)
-    measured = not contest.as_good(best["fedavg"], min((best["scaffold"], own), key=contest.order))
+    measured = contest.beats(min((best["scaffold"], own), key=contest.order), best["fedavg"])
     return Check(best["scaffold"], best["fedavg"], own.rounds, measured, measured == beats, contest.seeds)
 
 
