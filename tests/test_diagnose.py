@@ -10,7 +10,7 @@ from test_dissimilarity import Linear, clients_of
 
 import covary as cv
 
-quick = {"trial_rounds": 6, "max_local_steps": 4, "trial_seeds": 1, "algorithms": ("sgd", "fedavg", "scaffold")}
+quick = {"trial_rounds": 6, "local_steps": 2, "trial_seeds": 1, "algorithms": ()}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def digits():
 def digits_found(digits):
     goal = ("accuracy", 0.8)
     return cv.diagnose(
-        digits, clients_per_round=0.2, batch_size=0.2, target=goal, max_local_steps=25, algorithms=("sgd", "mime")
+        digits, clients_per_round=0.2, batch_size=0.2, target=goal, max_local_steps=12, algorithms=("sgd", "mime")
     )
 
 
@@ -39,7 +39,7 @@ def test_the_advice_for_sorted_digits_is_scaffold_and_it_works(digits, digits_fo
     settings = {"clients_per_round": 0.2, "batch_size": 0.2, "local_steps": d.K, "target": ("accuracy", 0.8), "seed": 9}
     assert cv.simulate(d.build(), digits, 3 * int(d.measured["scaffold"]), **settings).reached
     assert set(d.measured) == {"sgd", "fedavg", "scaffold", "mime"}
-    assert all(0 < value for value in (d.beta, d.delta, d.G, d.sigma))
+    assert all(value > 0 for value in (d.beta, d.delta, d.G, d.sigma))
     assert d.B >= 1
     assert d.sigma_se > 0
 
@@ -54,6 +54,7 @@ def test_a_diagnosis_is_plain_values_for_json(digits_found):
 
 def test_same_seed_same_diagnosis(digits):
     first, second = (cv.diagnose(digits, clients_per_round=0.2, batch_size=0.2, **quick) for _ in range(2))
+    assert not any("Stale controls" in text for text in first.warnings)
     assert json.dumps(first.as_dict(), default=float) == json.dumps(second.as_dict(), default=float)
 
 
@@ -65,7 +66,7 @@ def test_identical_clients_need_no_scaffold():
     d = cv.diagnose(cv.supervised(cv.models.logistic_regression(3, 2), data), batch_size=0.2, **quick)
     assert not d.scaffold_beats_fedavg
     assert "will not beat FedAvg" in d.verdict
-    assert d.G < 1e-3 * d.points[0]["gradient_norm"]
+    assert d.G / d.points[0]["gradient_norm"] < 1e-3
     assert d.delta < 1e-3 * d.beta
     assert any("G is as good as 0" in text for text in d.warnings)
     assert any("Noise dominates" in text for text in d.warnings)
@@ -75,19 +76,17 @@ def test_rarely_seen_clients_are_warned_of():
     A, b = random_quadratics(N=40, d=3)
     d = cv.diagnose(cv.quadratics(A, b), rounds=20, clients_per_round=2, **quick)
     assert any("Stale controls" in text and "visit a client 1 times" in text for text in d.warnings)
-    d = cv.diagnose(cv.quadratics(A, b), rounds=200, clients_per_round=2, **quick)
-    assert not any("Stale controls" in text for text in d.warnings)
 
 
 def test_a_settled_K_is_kept():
     A, b = random_quadratics(N=5, d=3)
-    d = cv.diagnose(cv.quadratics(A, b), local_steps=3, **quick | {"algorithms": ()})
-    assert d.K == 3
-    assert {row["K"] for row in d.trials["scaffold"].tried} == {3}
+    d = cv.diagnose(cv.quadratics(A, b), **quick)
+    assert d.K == 2
+    assert {row["K"] for row in d.trials["scaffold"].tried} == {2}
     assert set(d.trials) == {"scaffold", "fedavg"}
 
 
-def test_networks_and_batch_statistics_are_warned_of():
+def test_batch_statistics_are_warned_of():
     class Normed:
         def init(self, key):
             return jnp.ones(3)
@@ -99,6 +98,9 @@ def test_networks_and_batch_statistics_are_warned_of():
     d = cv.diagnose(cv.supervised(Normed(), clients_of([8, 8, 8])), **quick)
     assert any("BatchNorm" in text for text in d.warnings)
     assert np.isnan(d.sigma)
+
+
+def test_networks_and_clients_with_one_example_are_warned_of():
     network = cv.supervised(cv.models.mlp(3, 4, 3), small_logistic([6, 9, 1]).data)
     d = cv.diagnose(network, **quick)
     assert not d.convex
@@ -143,12 +145,12 @@ def test_problems_that_cannot_be_judged_are_refused():
 
 
 def test_command_line(tmp_path):
-    options = ("--trial-rounds", "6", "--max-local-steps", "5", "--target", "0.5", "--json")
+    options = ("--trial-rounds", "4", "--local-steps", "5", "--target", "0.4", "--json")
     done = covary("diagnose", "digits", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["title"].startswith("digits, 0 % similarity: 20 clients")
-    assert told["K"] <= 5
+    assert told["K"] in (1, 5)
     (picture,) = tmp_path.glob("runs/*/diagnosis.png")
     assert picture.stat().st_size > 10_000
     (results,) = tmp_path.glob("runs/*/results.jsonl")
@@ -178,9 +180,7 @@ def test_four_hospitals(tmp_path):
     """Real silos of unequal size, all in every round: FedAvg stops short of the optimum and SCAFFOLD does not."""
     train, test = cv.datasets.heart_disease(DATA / "fed-heart-disease.npz")
     problem = cv.supervised(cv.models.logistic_regression(13, 2), cv.partition.by_group(*train), test)
-    d = cv.diagnose(
-        problem, batch_size=0.2, target=("loss", 0.416), max_local_steps=25, trial_seeds=1, algorithms=("sgd",)
-    )
+    d = cv.diagnose(problem, batch_size=0.2, target=("loss", 0.416), local_steps=25, trial_seeds=1, algorithms=())
     assert d.scaffold_beats_fedavg
     assert d.N == d.S == 4
     assert d.convex

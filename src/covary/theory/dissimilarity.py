@@ -38,7 +38,7 @@ class Estimate:
     cost: int = 0  # gradients of one example's loss
 
     def __float__(self) -> float:
-        return self.value
+        return float(self.value)
 
     def __str__(self) -> str:
         return f"{self.value:.4g}" + (f" ± {self.se:.2g}" if self.se > 0 else "")
@@ -104,7 +104,8 @@ class Noise:
         square = float(self.weights @ (self.variances * shrink))
         spread = _mean_error(self.variances * shrink, self.weights, self.left_out)
         error = np.hypot(spread, np.linalg.norm(self.weights * shrink * self.errors))
-        return Estimate(np.sqrt(square), float(error / (2 * np.sqrt(square))) if square > 0 else 0.0, self.cost)
+        sigma = float(np.sqrt(square))
+        return Estimate(sigma, float(error) / (2 * sigma) if sigma > 0 else 0.0, self.cost)
 
 
 def gradient_dissimilarity(
