@@ -22,7 +22,7 @@ def diagnosis_panel(d: Diagnosis, title: str) -> Panel:
     """The verdict, the advice with its reasons, the constants, and what to beware of.
 
     >>> import covary as cv
-    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4)
+    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, local_steps=4, algorithms=())
     >>> diagnosis_panel(found, "two clients").title
     'two clients'
     """
@@ -88,7 +88,7 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
     """The constants, and the rounds that were measured and predicted for each algorithm.
 
     >>> import tempfile, covary as cv
-    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4)
+    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, local_steps=4, algorithms=())
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_diagnosis(Path(folder) / "diagnosis.png", found, "two clients")
     ...     (Path(folder) / "diagnosis.png").stat().st_size > 0

@@ -68,8 +68,9 @@ class Diagnosis:
         """The recommended algorithm, ready for `simulate`; its K is `diagnosis.K`.
 
         >>> import covary as cv
-        >>> str(cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4).build())
-        'scaffold(eta_l=0.316, eta_g=1.0, option='II')'
+        >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, local_steps=4, algorithms=())
+        >>> cv.simulate(found.build(), cv.lower_bound(G=10.0), rounds=9, local_steps=found.K, x0=1.0).rounds
+        9
         """
         return maker(self.algorithm, self.K, self.prox, self.eta_g)(self.eta_l)
 
@@ -125,10 +126,11 @@ def diagnose(
     Returns:
         A `Diagnosis`.
 
-    >>> import covary as cv
-    >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, max_local_steps=4)
-    >>> found.beta, found.delta, found.algorithm, found.scaffold_beats_fedavg
-    (2.0, 1.0, 'scaffold', True)
+    >>> import numpy as np, covary as cv
+    >>> A, b = [np.diag([1.0, 0.02]), np.diag([1.2, 0.03])], [[1.0, 1.0], [-1.0, -1.0]]
+    >>> found = cv.diagnose(cv.quadratics(A, b), x0=[1.0, 1.0], trial_rounds=8, local_steps=20, algorithms=("sgd",))
+    >>> round(found.beta, 3), round(found.delta, 3), found.algorithm, found.scaffold_beats_fedavg
+    (1.2, 0.1, 'scaffold', True)
     """
     say = say or (lambda text: None)
     for name in algorithms:
@@ -207,8 +209,8 @@ def check_advice(
 
     >>> import covary as cv
     >>> problem, goal = cv.lower_bound(G=10.0), ("loss", 1e-4)
-    >>> found = cv.diagnose(problem, x0=1.0, target=goal, max_local_steps=4)
-    >>> checked = cv.theory.check_advice(found, problem, goal, [1, 2, 4], seeds=(1,), x0=1.0)
+    >>> found = cv.diagnose(problem, x0=1.0, target=goal, local_steps=4, algorithms=())
+    >>> checked = cv.theory.check_advice(found, problem, goal, [2, 4], seeds=(1,), x0=1.0)
     >>> checked.as_predicted, checked.ratio <= 1.5
     (True, True)
     """
