@@ -8,13 +8,15 @@ from helpers import ROOT
 
 import covary as cv
 
-PAGES = [(ROOT / name).read_text() for name in ("README.md", "docs/scale.md", "docs/deploy.md")]
+NAMES = ("README.md", "docs/scale.md", "docs/deploy.md", "docs/choose-an-algorithm.md")
+PAGES = [(ROOT / name).read_text() for name in NAMES]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
-@pytest.mark.parametrize(
-    "block", BLOCKS, ids=["own-model", "sweep", "add-an-algorithm", "stream", "server", "client", "load"]
-)
+IDS = ["own-model", "sweep", "add-an-algorithm", "stream", "server", "client", "load", "diagnose", "rates"]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=IDS)
 def test_block_runs(block, capsys):
     names = {}
     exec(block, names)

@@ -94,6 +94,8 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
     ...     (Path(folder) / "diagnosis.png").stat().st_size > 0
     True
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.35])
     shown = [
@@ -131,17 +133,17 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
         right.annotate(text, (measured, at), textcoords="offset points", xytext=(8, -3), fontsize=8)
         if predicted is not None and math.isfinite(predicted):
             right.plot(predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
-    right.plot([], [], "D", markerfacecolor="white", markeredgecolor="#333333", label="Table 1, scaled")
     right.set_yticks(range(len(names)), names)
     right.set_ylim(len(names) - 0.4, -0.6)
     right.set_xscale("log")
     right.set_xlim(left=0.7)
-    right.margins(x=0.15)
+    right.margins(x=0.3)
     right.set_xlabel(f"rounds to {d.goal}")
-    right.set_title("measured (bars) and predicted (diamonds)", fontsize=10)
-    if d.predicted:
-        right.legend(frameon=False, fontsize=8, loc="lower right")
+    right.set_title("measured (bars), and Table 1, scaled (diamonds)", fontsize=10)
     for ax in (left, right):
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)

@@ -192,9 +192,11 @@ def _why_K(e: Evidence) -> str:
     if e.chosen.algorithm not in ("scaffold", "fedavg"):
         return f"{e.chosen.K} is SCAFFOLD's best."
     tried = sorted({row["K"] for row in e.chosen.tried})
-    most = "by Theorem IV every local step pays, as all Hessians agree"
-    if math.isfinite(e.useful):
-        most = f"by Theorem IV no K can halve the rounds of K = beta/delta = {e.useful:.3g} at the start"
+    if math.isinf(e.useful):
+        most = "by Theorem IV every local step pays, as all Hessians agree"
+    else:
+        more = ", but the trial saw more" if 2 * e.useful < e.chosen.K else ""
+        most = f"Theorem IV (for quadratics) expects little beyond beta/delta = {e.useful:.3g}{more}"
     if len(tried) == 1:
         return f"{e.chosen.K} was given; {most}."
     return f"Of {', '.join(map(str, tried))}, {e.chosen.K} is the fewest that did as well as any; {most}."
