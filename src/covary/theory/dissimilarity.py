@@ -227,7 +227,7 @@ def curvature(
     def random(count: int) -> Any:
         return jnp.asarray(oracle.rng.normal(size=(count, d)), x.dtype)
 
-    alone = lanczos(lambda V: oracle.own_products(x, V, own), random(len(ids)), steps, _norms_settled)
+    alone = lanczos(lambda V: oracle.own_products(x, V, own), random(len(ids)), steps, _both_ends_settled)
     _refuse_nan(ids, alone.values.sum(axis=1), "Hessian")
     beta = _largest(alone.norms, alone.norm_errors, left_out, oracle.cost - before)
     lowest = _largest(-alone.values[:, 0], alone.errors[:, 0], left_out, beta.cost)
@@ -439,6 +439,12 @@ def _norms_settled(values: np.ndarray, errors: np.ndarray) -> bool:
     """Whether no matrix can have a norm much above the largest that was found."""
     norms = np.abs(values).max(axis=1)
     return bool((np.abs(values) + errors).max() <= (1 + TOLERANCE) * norms.max())
+
+
+def _both_ends_settled(values: np.ndarray, errors: np.ndarray) -> bool:
+    """The same, and whether no matrix can have an eigenvalue much below the lowest that was found."""
+    lowest, norm = values[:, 0].min(), np.abs(values).max()
+    return _norms_settled(values, errors) and bool((values - errors)[:, 0].min() >= lowest - TOLERANCE * norm)
 
 
 def _largest(values: np.ndarray, errors: np.ndarray, left_out: float, cost: int) -> Estimate:
