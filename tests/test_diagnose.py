@@ -68,7 +68,7 @@ def test_identical_clients_need_no_scaffold():
     assert "will not beat FedAvg" in d.verdict
     assert d.G / d.points[0]["gradient_norm"] < 1e-3
     assert d.delta < 1e-3 * d.beta
-    assert any("G is as good as 0" in text for text in d.warnings)
+    assert any("Clients are alike" in text for text in d.warnings)
     assert any("Noise dominates" in text for text in d.warnings)
 
 
@@ -108,6 +108,30 @@ def test_networks_and_clients_with_one_example_are_warned_of():
     assert any("1 of 3 clients have one example" in text for text in d.warnings)
 
 
+def test_a_step_size_that_diverges_after_the_target_is_warned_of():
+    A, b = [np.diag([1.0, 0.01])] * 2, [[1e-7, 1.0], [-1e-7, -1.0]]
+    d = cv.diagnose(
+        cv.quadratics(A, b), x0=[1e-6, 100.0], target=("loss", 25.0), **quick | {"trial_rounds": 30, "local_steps": 1}
+    )
+    assert any("diverges if it goes on" in text for text in d.warnings)
+    assert np.isfinite(d.beta)
+
+
+def test_all_hessians_equal_and_nothing_given():
+    d = cv.diagnose(
+        cv.quadratics(np.repeat(np.diag([1.0, 0.3])[None], 3, axis=0), np.eye(3)[:, :2]),
+        max_local_steps=8,
+        **{k: v for k, v in quick.items() if k != "local_steps"},
+    )
+    assert "was given" not in d.reasons["K"]
+    assert {row["K"] for row in d.trials["fedavg"].tried} == {1, 2, 8}
+
+
+def test_the_advice_and_the_verdict_agree(digits_found):
+    d = digits_found
+    assert (d.algorithm == "scaffold") <= d.scaffold_beats_fedavg
+
+
 def test_an_unreachable_target_is_said():
     A, b = random_quadratics(N=5, d=3)
     d = cv.diagnose(cv.quadratics(A, b), target=("loss", -1e9), **quick)
@@ -119,6 +143,9 @@ def test_an_unreachable_target_is_said():
     ("wrong", "said"),
     [
         ({"algorithms": ("adam",)}, "algorithms must be some of"),
+        ({"algorithms": "sgd"}, "algorithms must be a list"),
+        ({"seed": -1}, "seed must be"),
+        ({"target": ("loss", float("nan"))}, "target must be"),
         ({"trial_rounds": 1}, "trial_rounds must be"),
         ({"max_local_steps": 0}, "max_local_steps must be"),
         ({"local_steps": 0}, "local_steps must be"),

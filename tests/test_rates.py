@@ -33,7 +33,7 @@ def cases(draw, everyone=False):
         K=draw(st.integers(1, 50)),
         D=draw(positive),
         F=draw(positive),
-        eta_g=draw(st.floats(1, 5)),
+        eta_g=1.0 if everyone else draw(st.floats(1, 5)),
     )
 
 
@@ -59,7 +59,7 @@ def test_rounds_do_not_depend_on_units_and_step_sizes_scale_with_them(s, epsilon
     )
     for step in (rates.fedavg_step, rates.scaffold_step, rates.similar_step):
         assert step(other) == pytest.approx(step(s) * x**2 / f)
-    if s.mu > 0:
+    if s.mu > 0 and s.K > 1:
         assert rates.lower_bound_rounds(other, accuracy) == pytest.approx(rates.lower_bound_rounds(s, epsilon))
 
 
@@ -100,11 +100,15 @@ def test_rates_by_hand():
     assert "sgd" not in table
     assert rates.fedavg_step(s) == pytest.approx(1 / (8 * 3.25 * 2 * 4 * 2))
     assert rates.scaffold_step(s) == pytest.approx(min(1 / (81 * 2 * 4 * 2), 5 / (15 * 0.5 * 10 * 4 * 2)))
-    assert rates.similar_step(s) == pytest.approx(min(1 / 20, 1 / (22 * 0.25 * 4), 1 / (10 * 0.5 * 4)))
+    plain = dataclasses.replace(s, eta_g=1.0)
+    assert rates.similar_step(plain) == pytest.approx(min(1 / 20, 1 / (22 * 0.25 * 4), 1 / (10 * 0.5 * 4)))
     not_convex = dataclasses.replace(s, mu=0.0, convex=False)
     assert rates.scaffold_step(not_convex) == pytest.approx(0.5 ** (2 / 3) / (24 * 4 * 2 * 2))
     assert rates.table1(not_convex, e)["scaffold"] == pytest.approx(2 * 9 / (5 * 4 * e**2) + 2 ** (2 / 3) * 2 / e)
     assert rates.useful_local_steps(2.0, 0.25) == 8
+    everyone = rates.table1(rates.Setting(beta=1.0, convex=False, sigma=2.0, G=3.0, N=10, K=5), e)
+    assert everyone["fedavg (Yu et al. 2019)"] == pytest.approx(4 / (10 * 5 * e**2) + 9 * 10 * 5 / e)
+    assert everyone["vrl_sgd"] == pytest.approx(10 * 4 / (5 * e**2) + 10 / e)
 
 
 def measured_setting(A, b, x0, **more):
@@ -158,6 +162,7 @@ def test_fedavg_is_never_better_than_its_lower_bound_says():
         ({"mu": 0.1, "convex": False}, "mu must be at most beta"),
         ({"B": 0.5}, "B must be a number of at least 1"),
         ({"S": 3}, "S must be at most 2"),
+        ({"eta_g": 0.5}, "eta_g must be at least 1"),
         ({"delta": -1.0}, "delta must be a number of 0 or more"),
     ],
 )
@@ -168,7 +173,11 @@ def test_settings_that_cannot_be_are_refused(wrong, said):
 
 def test_theorems_are_refused_where_they_are_not_stated():
     with pytest.raises(cv.CovaryError, match="Theorem II"):
-        rates.lower_bound_rounds(rates.Setting(beta=1.0), 0.1)
+        rates.lower_bound_rounds(rates.Setting(beta=1.0, K=2), 0.1)
+    with pytest.raises(cv.CovaryError, match="One local step is SGD"):
+        rates.lower_bound_rounds(rates.Setting(beta=1.0, mu=1.0), 0.1)
+    with pytest.raises(cv.CovaryError, match="eta_g must be 1 for Theorem IV"):
+        rates.similar_step(rates.Setting(beta=1.0, eta_g=2.0))
     with pytest.raises(cv.CovaryError, match="Theorem IV"):
         rates.similar_rounds(rates.Setting(beta=1.0, N=4, S=2), 0.1)
     with pytest.raises(cv.CovaryError, match="epsilon must be"):

@@ -77,7 +77,7 @@ def prepare(
     plan, layout = make_plan(problem, algorithm, clients_per_round, local_steps, local_epochs, batch_size, weights)
     visits = _warm_start_cohorts(algorithm, plan, rounds) if warm_start else []
     names = ("loss", *problem.metric_names)
-    goal = _target(target, names)
+    goal = goal_of(target, names)
     wants_loss = len(names) == 1 or (goal is not None and goal[0] == "loss")
     evaluated = names if wants_loss or (measure_loss and not problem.data.streamed) else names[1:]
     passes = isinstance(problem.data, StreamedData) and "loss" in evaluated
@@ -234,7 +234,7 @@ def _warm_start_cohorts(algorithm: Algorithm, plan: Plan, rounds: int) -> list[n
     return cohorts
 
 
-def _target(target: Any, names: tuple[str, ...]) -> tuple[str, float, float] | None:
+def goal_of(target: Any, names: tuple[str, ...]) -> tuple[str, float, float] | None:
     """The metric's name, +1 to rise or -1 to fall, and the value."""
     if target is None:
         return None

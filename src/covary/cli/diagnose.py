@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,8 @@ def diagnose(
     hidden: common.Hidden = 0,
     rounds: Annotated[int, typer.Option(help="How many rounds you mean to train for.")] = 100,
     clients_per_round: Annotated[
-        float | None, typer.Option(help="Clients a round: a number, or a fraction. [default: 0.2; all hospitals]")
+        float | None,
+        typer.Option(help="Clients a round: a number, a fraction, or 0 for all. [default: 0.2; all hospitals]"),
     ] = None,
     local_steps: Annotated[int | None, typer.Option(help="K, if it is settled.")] = None,
     max_local_steps: Annotated[int, typer.Option(help="The most local steps to consider.")] = 100,
@@ -88,7 +90,7 @@ def diagnose(
                 steps = [K for K in FULL if max_local_steps >= K]
                 checked = check_advice(found, problem, goal, steps, say=say, **options)
     except KeyboardInterrupt:
-        console.print("\nStopped. Nothing was kept: the advice comes at the end.")
+        typer.echo("\nStopped. Nothing was kept: the advice comes at the end.", err=True)
         raise typer.Exit(130) from None
     folder = RunFolder.create("diagnose", out)
     record = {"kind": "diagnosis", "title": title, **found.as_dict()}
@@ -103,11 +105,12 @@ def diagnose(
     if checked is not None:
         console.print(check_table(found, checked))
         agrees = "as was advised" if checked.as_predicted else "against the advice"
-        console.print(
+        said = (
             f"The advised setting needs {checked.ratio:.2f} times the rounds of the best of {checked.cells} cells; "
-            f"SCAFFOLD {'beats' if checked.beats else 'does not beat'} FedAvg, {agrees}.",
-            soft_wrap=True,
+            f"SCAFFOLD {'beats' if checked.beats else 'does not beat'} FedAvg, {agrees}."
         )
+        reached = math.isfinite(checked.best.rounds)
+        console.print(said if reached else "No cell reached the target: nothing can be said.", soft_wrap=True)
     console.print(f"Picture: {folder.path / 'diagnosis.png'}\nRaw results: {folder.results}", soft_wrap=True)
 
 

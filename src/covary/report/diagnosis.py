@@ -13,6 +13,9 @@ from rich.text import Text
 
 from covary.report.plots import STYLES, new_figure
 
+COLOURS = {name: colour for name, (colour, _) in STYLES.items()}
+COLOURS |= {"mime": "#009E73", "feddyn": "#CC79A7", "dane": "#56B4E9"}
+
 if TYPE_CHECKING:
     from covary.theory.diagnose import Diagnosis
     from covary.theory.trial import Check
@@ -64,9 +67,11 @@ def constants_of(d: Diagnosis) -> list[tuple[str, str, str]]:
     def told(value: float, se: float) -> str:
         return f"{value:.3g}" + (f" ± {se:.2g}" if se > 0.0005 * abs(value) else "")
 
-    flat = abs(d.mu) <= max(2 * d.mu_se, 1e-4 * d.beta)
-    mu = "0" if flat else told(d.mu, d.mu_se)
-    curved = "f is convex, not strongly" if flat else "f is strongly convex" if d.mu > 0 else "f is not convex here"
+    strongly = d.convex and d.mu - d.mu_se > 1e-4 * d.beta
+    mu = told(d.mu, d.mu_se) if strongly or not d.convex else f"below {max(d.mu, 0.0):.2g}"
+    curved = (
+        "f is strongly convex" if strongly else "f is convex as far as seen" if d.convex else "f is not convex here"
+    )
     sigma = "—" if math.isnan(d.sigma) else told(d.sigma, d.sigma_se)
     return [
         ("beta", told(d.beta, d.beta_se), "smoothness: largest curvature of a client's loss"),
@@ -119,26 +124,27 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
     left.set_title("constants, with standard errors", fontsize=10)
     left.set_xlabel("curvature (β δ μ), gradient (G σ)")
 
-    names = sorted(d.measured, key=lambda name: d.measured[name])
+    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].trips)
     for at, name in enumerate(names):
-        measured, predicted = d.measured[name], d.predicted.get(name)
-        colour = STYLES.get(name, ("#009E73", ":"))[0]
+        trips = d.trials[name].trips
+        measured, predicted = trips * d.measured[name], d.predicted.get(name)
+        colour = COLOURS.get(name, "#999999")
         if math.isfinite(measured):
             right.barh(at, measured, height=0.55, color=colour)
-            text = f"{measured:.3g}"
+            text = f"{measured:.3g}" + (f" ({d.measured[name]:.3g} rounds of {trips})" if trips > 1 else "")
         else:
-            measured = len(d.trials[name].curve) // d.trials[name].trips
+            measured = len(d.trials[name].curve)
             right.barh(at, measured, height=0.55, color="white", edgecolor=colour, hatch="///", linewidth=0.8)
             text = f"not in {measured}"
         right.annotate(text, (measured, at), textcoords="offset points", xytext=(8, -3), fontsize=8)
         if predicted is not None and math.isfinite(predicted):
-            right.plot(predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
+            right.plot(trips * predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
     right.set_yticks(range(len(names)), names)
     right.set_ylim(len(names) - 0.4, -0.6)
     right.set_xscale("log")
     right.set_xlim(left=0.7)
     right.margins(x=0.3)
-    right.set_xlabel(f"rounds to {d.goal}")
+    right.set_xlabel(f"trips to the clients and back, to {d.goal}")
     right.set_title("measured (bars), and Table 1, scaled (diamonds)", fontsize=10)
     for ax in (left, right):
         ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))

@@ -34,10 +34,11 @@ class Point:
 
     @property
     def against_chance(self) -> float:
-        """G over what it would be if clients were random parts of one data set, √(sum p_i s_i²/n_i)."""
+        """G over what it would be if clients were random parts of one data set, √((1 - 1/N) sum p_i s_i²/n_i)."""
         if self.noise is None:
             return math.nan
-        chance = float(self.noise.weights @ (self.noise.variances / self.noise.sizes))
+        clients = len(self.noise.sizes) / (1 - self.noise.left_out)
+        chance = (1 - 1 / clients) * float(self.noise.weights @ (self.noise.variances / self.noise.sizes))
         return self.gradients.G.value / math.sqrt(chance) if chance > 0 else math.inf
 
 
@@ -55,6 +56,8 @@ class Evidence:
     rounds: int  # that the user means to train for
     S: int
     useful: float  # local steps, by the constants at the start
+    given: bool  # K was
+    goes_on: bool  # SCAFFOLD's best does not diverge when it goes on after the target
 
     @property
     def N(self) -> int:
@@ -93,10 +96,10 @@ class Evidence:
     def setting(self) -> rates.Setting:
         """What the theorems are applied to: the constants, and the chosen K and eta_g."""
         mu, (G, B) = self.mu, self.dissimilarity
-        strongly = self.convex and mu.value > max(2 * mu.se, 1e-4 * self.beta.value)
+        strongly = self.convex and mu.value - mu.se > 1e-4 * self.beta.value
         return rates.Setting(
             beta=self.beta.value,
-            mu=min(mu.value, self.beta.value) if strongly else 0.0,
+            mu=min(mu.value - mu.se, self.beta.value) if strongly else 0.0,
             convex=self.convex,
             sigma=0.0 if math.isnan(self.sigma.value) else float(self.sigma.value),
             G=G,
@@ -124,13 +127,16 @@ class Evidence:
 
 
 def predicted(e: Evidence, measured: dict[str, float]) -> dict[str, float]:
-    """Rounds by Table 1 for each algorithm's own K to a twentieth of the gap, scaled so that SGD's (else SCAFFOLD's,
-    FedAvg's) is what was measured of it."""
-    s, epsilon = e.setting, 0.05 * e.gap
+    """Rounds by Table 1 for each algorithm's own K, scaled so that SGD's (else SCAFFOLD's, FedAvg's) is as measured.
+
+    They are counted to a twentieth of the gap or, where f is not convex, of the squared gradient at the start.
+    """
+    s = e.setting
+    epsilon = 0.05 * (e.gap if s.convex else max(e.points[0].gradients.norm ** 2, 1e-12))
 
     def rate(name: str) -> float:
         table = rates.table1(replace(s, K=e.trials[name].K), epsilon)
-        if name == "sgd" and s.cohort < s.N:  # Theorem I with K = 1, less what drifts there: only sampling is left
+        if name == "sgd":  # full local data: no noise; Theorem I with K = 1, less what drifts there, for the sampling
             one = replace(s, K=1, sigma=0.0, B=1.0)
             sampling = rates.table1(one, epsilon)["fedavg"] - rates.table1(replace(one, S=s.N), epsilon)["fedavg"]
             return sampling + rates.table1(replace(one, S=s.N), epsilon)["sgd"]
@@ -141,7 +147,8 @@ def predicted(e: Evidence, measured: dict[str, float]) -> dict[str, float]:
     told = {name: float(rate(name)) for name in e.trials}
     for name in ("sgd", "scaffold", "fedavg"):
         if math.isfinite(measured.get(name, math.inf)):
-            return {n: value * measured[name] / told[name] for n, value in told.items() if not math.isnan(value)}
+            scale = measured[name] / told[name]
+            return {n: max(1.0, scale * value) for n, value in told.items() if not math.isnan(value)}
     return {}
 
 
@@ -197,20 +204,20 @@ def _why_K(e: Evidence) -> str:
     else:
         more = ", but the trial saw more" if 2 * e.useful < e.chosen.K else ""
         most = f"Theorem IV (for quadratics) expects little beyond beta/delta = {e.useful:.3g}{more}"
-    if len(tried) == 1:
+    if e.given:
         return f"{e.chosen.K} was given; {most}."
     return f"Of {', '.join(map(str, tried))}, {e.chosen.K} is the fewest that did as well as any; {most}."
 
 
 def _why_eta_g(e: Evidence) -> str:
     if e.chosen.eta_g != 1:
-        return f"{e.chosen.eta_g:g}, about √S, did better than 1, with a smaller eta_l."
+        return f"{e.chosen.eta_g:g}, about √S as in the theorems, did better than 1."
     if e.chosen.algorithm in ("scaffold", "fedavg") and e.S > 1:
-        return f"1 did as well as the theorems' √S = {math.sqrt(e.S):.3g} with a smaller eta_l."
+        return f"1 did as well as the theorems' √S = {math.sqrt(e.S):.3g}."
     return "1 is the plain average."
 
 
-def warnings(e: Evidence) -> list[str]:
+def cautions(e: Evidence) -> list[str]:
     """Where SCAFFOLD will disappoint, and what is uncertain."""
     told: list[str] = []
     sizes, last, K = e.oracle.problem.data.sizes, e.points[-1], e.trials["scaffold"].K
@@ -229,9 +236,17 @@ def warnings(e: Evidence) -> list[str]:
         )
     if last.against_chance < CHANCE:
         told.append(
-            f"G is as good as 0: the clients' gradients differ {last.against_chance:.2g} times as much as those of "
-            "random parts of one data set. There is no drift to correct."
+            f"Clients are alike: their gradients differ {last.against_chance:.2g} times as much as those of random "
+            "parts of one data set, so G is what chance makes it and vanishes with more data a client. There is little "
+            "for SCAFFOLD to correct."
         )
+    if not e.goes_on:
+        told.append(
+            "SCAFFOLD's step-size reached the target, but the run diverges if it goes on. Stop at the target, or use a "
+            "step-size a factor of 3 smaller."
+        )
+    if e.gap <= 1e-6 * max(1.0, abs(e.points[0].gradients.loss)):
+        told.append("The loss hardly fell in the trial: the start is as good as optimal, or no step-size helped.")
     if not e.oracle.divisible:
         told.append(
             "An example's loss depends on the others of its batch, as under BatchNorm: f_i is no mean over examples, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 
 from covary.algorithm import Algorithm
 from covary.checks import whole
-from covary.errors import CovaryError, refused
+from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.job import goal_of
 from covary.plan import batches_of, cohort_size
 from covary.problem import Problem
 from covary.simulate import simulate
 from covary.theory import rates
-from covary.theory.advice import Evidence, Point, predicted, reasons, warnings
+from covary.theory.advice import Evidence, Point, cautions, predicted, reasons
 from covary.theory.dissimilarity import Estimate, curvature, gradient_dissimilarity, gradient_noise
 from covary.theory.oracle import Oracle
 from covary.theory.trial import Check, Contest, Trial, check, compete, maker, to_what_all_reached
@@ -30,7 +32,8 @@ LADDER = 4  # between two numbers of local steps that are tried
 class Diagnosis:
     """What was measured, and what follows from it."""
 
-    # The constants: the largest (mu: the least) along the way from the start to where the trial ended.
+    # The constants. beta, delta and sigma are the largest and mu is the least from the start to where the trial ended;
+    # with (G, B) A1 holds there, and G is as near the optimum.
     beta: float  # smoothness of the clients' functions, A5
     beta_se: float
     mu: float  # lowest curvature of f; below 0: f is not convex here
@@ -62,6 +65,7 @@ class Diagnosis:
     trials: dict[str, Trial] = field(repr=False)
     points: list[dict[str, float]] = field(repr=False)  # the constants at each point where they were measured
     cost: int  # gradients of one example's loss that the constants took
+    seeds: tuple[int, ...]  # of the trial
     prox: float = field(repr=False)
 
     def build(self) -> Algorithm:
@@ -133,11 +137,20 @@ def diagnose(
     (1.2, 0.1, 'scaffold', True)
     """
     say = say or (lambda text: None)
+    if isinstance(algorithms, str):
+        raise refused("algorithms", "a list of names", repr(algorithms), f"Try [{algorithms!r}].")
     for name in algorithms:
         if name not in PREFERENCE:
             raise refused("algorithms", f"some of {', '.join(PREFERENCE)}", name, "See covary.algorithms.")
     whole("rounds", rounds, 1)
     whole("max_local_steps", max_local_steps, 1)
+    whole("seed", seed, 0, most=2**31)
+    seeds = tuple(range(seed, seed + whole("trial_seeds", trial_seeds, 1, most=1000)))
+    whole("trial_rounds", trial_rounds, 2)
+    if local_steps is not None:
+        whole("local_steps", local_steps, 1)
+    if isinstance(problem, Problem):
+        goal_of(target, ("loss", *problem.metric_names))
     oracle = Oracle(problem, weights, seed, x0)
     S = cohort_size(clients_per_round, problem.n_clients)
     batches_of(batch_size, problem.data.sizes)
@@ -146,11 +159,11 @@ def diagnose(
     first = _measure(oracle, oracle.start, batch_size)
     beta, delta = (getattr(first.curvature, name).value for name in ("beta", "delta"))
     useful = rates.useful_local_steps(beta, delta)
-    steps = [whole("local_steps", local_steps, 1)] if local_steps is not None else _ladder(useful, max_local_steps)
+    steps = [local_steps] if local_steps is not None else _ladder(max_local_steps)
     contest = Contest(
         problem=problem,
-        trips=min(rounds, whole("trial_rounds", trial_rounds, 2)),
-        seeds=tuple(range(seed, seed + whole("trial_seeds", trial_seeds, 1))),
+        trips=max(2, min(rounds, trial_rounds)),
+        seeds=seeds,
         target=target,
         prox=delta,
         settings={"clients_per_round": clients_per_round, "batch_size": batch_size, "weights": weights, "x0": x0},
@@ -163,9 +176,10 @@ def diagnose(
             "Every run of the trial diverged, even with the smallest step-size tried "
             f"({min(row['eta_l'] for row in best.tried):g}). Scale the features (mean 0, deviation 1), or start nearer."
         )
-    chosen = next(trials[name] for name in PREFERENCE if name in trials and contest.as_good(trials[name], best))
+    chosen = next(trials[name] for name in PREFERENCE if name in trials and not contest.beats(best, trials[name]))
     points, x = [first], oracle.start
-    for x in (way := _trajectory(contest, trials["scaffold"], seed)):
+    way, goes_on = _trajectory(contest, trials["scaffold"], seed)
+    for x in way:
         say(f"measuring along the way, {len(points)} of {len(way)}")
         points.append(_measure(oracle, x, batch_size, hessians=x is way[-1]))
     return _conclude(
@@ -180,6 +194,8 @@ def diagnose(
             rounds=rounds,
             S=S,
             useful=useful,
+            given=local_steps is not None,
+            goes_on=goes_on,
         )
     )
 
@@ -191,7 +207,7 @@ def check_advice(
     steps: Sequence[int],
     *,
     rounds: int = 300,
-    seeds: tuple[int, ...] = (1, 2, 3),
+    seeds: tuple[int, ...] | None = None,
     say: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Check:
@@ -203,7 +219,7 @@ def check_advice(
         target: what rounds are counted to.
         steps: the K to sweep over; step-sizes a factor of √10 apart are tried for each until the best lies inside.
         rounds: the most rounds of a run.
-        seeds: of the sweep.
+        seeds: of the sweep; by default three that the diagnosis has not seen.
         say: called with a line of text when something new is begun.
         settings: `clients_per_round`, `batch_size`, `weights` and `x0`, as they were given to `diagnose`.
 
@@ -215,35 +231,37 @@ def check_advice(
     (True, True)
     """
     say = say or (lambda text: None)
-    contest = Contest(problem, whole("rounds", rounds, 2), tuple(seeds), target, diagnosis.prox, settings, say)
+    seeds = tuple(max(diagnosis.seeds) + k for k in (1, 2, 3)) if seeds is None else tuple(seeds)
+    contest = Contest(problem, whole("rounds", rounds, 2), seeds, target, diagnosis.prox, settings, say)
     return check(contest, diagnosis.trials["scaffold"], diagnosis.scaffold_beats_fedavg, steps)
 
 
 def _measure(oracle: Oracle, x: np.ndarray, batch_size: Any, hessians: bool = True) -> Point:
-    problem = oracle.problem
-    noise = gradient_noise(problem, x, oracle=oracle) if oracle.divisible else None
+    noise = gradient_noise(oracle, x) if oracle.divisible else None
     return Point(
-        gradients=gradient_dissimilarity(problem, x, oracle=oracle),
+        gradients=gradient_dissimilarity(oracle, x),
         sigma=Estimate(math.nan) if noise is None else noise.sigma(batch_size),
         noise=noise,
-        curvature=curvature(problem, x, oracle=oracle) if hessians else None,
+        curvature=curvature(oracle, x) if hessians else None,
     )
 
 
-def _ladder(useful: float, most: int) -> list[int]:
-    """Three numbers of local steps to try: the most that is allowed, and below it, down to about beta/delta."""
-    ladder = [most]
-    while len(ladder) < 3 and ladder[-1] > max(1, useful):
-        ladder.append(max(1, ladder[-1] // LADDER))
-    return sorted(ladder)
+def _ladder(most: int) -> list[int]:
+    """The numbers of local steps to try: the most that is allowed, a quarter and a sixteenth of it."""
+    return sorted({max(1, most // LADDER**2), max(1, most // LADDER), most})
 
 
-def _trajectory(contest: Contest, trial: Trial, seed: int) -> list[np.ndarray]:
-    """Where SCAFFOLD's best run was after a quarter of the trial and at its end."""
+def _trajectory(contest: Contest, trial: Trial, seed: int) -> tuple[list[np.ndarray], bool]:
+    """Where SCAFFOLD's best run was after a quarter of its rounds and at its end, and whether it could have gone on."""
     algorithm = maker("scaffold", trial.K, contest.prox, trial.eta_g)(trial.eta_l)
-    ends = sorted({max(1, contest.trips // 4), contest.trips})
     settings: dict[str, Any] = contest.settings | {"local_steps": trial.K, "seed": seed}
-    return [simulate(algorithm, contest.problem, r, eval_every=r, **settings).x for r in ends]
+    end = int(trial.rounds) if math.isfinite(trial.messages) else contest.trips
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", DivergenceWarning)
+        simulate(algorithm, contest.problem, contest.trips, **settings)
+        ends = sorted({max(1, end // 4), max(1, end)})
+        points = [simulate(algorithm, contest.problem, r, eval_every=r, **settings).x for r in ends]
+    return points, not any(issubclass(warning.category, DivergenceWarning) for warning in told)
 
 
 def _conclude(e: Evidence) -> Diagnosis:
@@ -270,7 +288,7 @@ def _conclude(e: Evidence) -> Diagnosis:
         eta_l_safe=e.safe_step,
         scaffold_beats_fedavg=e.beats,
         reasons=reasons(e),
-        warnings=warnings(e),
+        warnings=cautions(e),
         convex=e.convex,
         useful_local_steps=e.useful,
         N=e.N,
@@ -281,5 +299,6 @@ def _conclude(e: Evidence) -> Diagnosis:
         trials=shown,
         points=[point.as_dict() for point in e.points],
         cost=e.oracle.cost,
+        seeds=e.contest.seeds,
         prox=e.contest.prox,
     )

@@ -6,9 +6,9 @@ counts as two). Of more clients than asked for a random sample is measured, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +20,15 @@ from covary.errors import CovaryError, refused
 from covary.plan import batches_of
 from covary.problem import Problem
 from covary.simulate import simulate
-from covary.theory.lanczos import Extremes, lanczos
+from covary.theory.lanczos import lanczos
 from covary.theory.oracle import Oracle
 
 TOLERANCE = 0.01  # of an eigenvalue
-SMALL = 256  # parameters up to which eigenvalues are found to the last digit
-STEPS = 40  # of Lanczos' method beyond that
-SCREENING = 10  # of them while the client is sought whose Hessian differs most
+SMALL = 256  # parameters up to which as many steps of Lanczos' method can be taken
+STEPS, FEW = 40, 8  # beyond that, and where each is costly
+PRODUCT = 12  # operations of a Hessian-vector product, for a parameter and an example
+CHEAP, AFFORDABLE = 5e11, 1e12  # operations: a few seconds, and some more
+SCREENED = 4096  # clients whose responses are looked at
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,15 @@ class Curvature:
     mu: Estimate  # λ_min(∇²f); below 0: not convex here
     delta: Estimate  # A2: max_i ‖∇²f_i - ∇²f‖
     weak_convexity: Estimate  # A2: the least w with ∇²f_i >= -w I for all i
+    rounding: float  # of an eigenvalue
     clients: np.ndarray = field(repr=False)  # those that were measured
     betas: np.ndarray = field(repr=False)  # ‖∇²f_i‖ of each
-    deltas: np.ndarray = field(repr=False)  # ‖∇²f_i - ∇²f‖ of each; where f was sampled, of all but the largest roughly
+    deltas: np.ndarray = field(repr=False)  # ‖∇²f_i - ∇²f‖ of each; where that is costly, roughly for all but two
 
     @property
     def convex(self) -> bool:
-        """Whether ∇²f has no negative eigenvalue here, as far as can be told."""
-        return self.mu.value >= -max(3 * self.mu.se, 1e-4 * self.beta.value)
+        """Whether no negative eigenvalue of ∇²f was found here; one that is found is there, as mu is from above."""
+        return self.mu.value >= -self.rounding
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class Noise:
     cost: int
 
     def sigma(self, batch_size: int | float | None) -> Estimate:
-        """σ of A4 for batches drawn without replacement: σ² = sum_i p_i s_i² / b_i (1 - b_i / n_i).
+        """σ of A4 for batches drawn without replacement: σ² = sum_i p_i s_i² (1/b - 1/n_i).
+
+        1/b is its mean over the batches of an epoch, the last of which can be smaller.
 
         The mean over clients, not the worst of them: it is all that the proofs use.
 
@@ -99,40 +104,37 @@ class Noise:
         >>> [round(noise.sigma(b).value ** 2, 3) for b in (1, 2, None)]  # (5/3)/b (1 - b/4)
         [1.25, 0.417, 0.0]
         """
-        _, batch, _ = batches_of(batch_size, self.sizes)
-        shrink = (1 - batch / self.sizes) / batch
+        shrink = np.array([np.mean(1 / own) for own in _batches(batch_size, self.sizes)]) - 1 / self.sizes
         square = float(self.weights @ (self.variances * shrink))
         spread = _mean_error(self.variances * shrink, self.weights, self.left_out)
-        error = np.hypot(spread, np.linalg.norm(self.weights * shrink * self.errors))
-        sigma = float(np.sqrt(square))
-        return Estimate(sigma, float(error) / (2 * sigma) if sigma > 0 else 0.0, self.cost)
+        error = float(np.hypot(spread, np.linalg.norm(self.weights * shrink * self.errors)))
+        sigma = float(np.sqrt(max(square, 0.0)))
+        return Estimate(sigma, error / (2 * sigma) if sigma > 0 else 0.0, self.cost)
 
 
 def gradient_dissimilarity(
-    problem: Problem,
+    problem: Problem | Oracle,
     x: Any = None,
     *,
     clients: int = 512,
     weights: str = "uniform",
     seed: int = 0,
-    oracle: Oracle | None = None,
 ) -> Gradients:
     """Gradient dissimilarity (A1) at a point: the least G for B = 1. At the optimum it is that for every B.
 
     Args:
-        problem: with at least two clients.
+        problem: with at least two clients; or an `Oracle` of it, which measurements can share.
         x: where, as params or as a flat vector; by default the model's own start.
         clients: the most clients to look at; of more, a random sample.
         weights: "uniform" or "examples", as in `simulate`.
         seed: of the sample, and of the model's start.
-        oracle: to share compiled programs between measurements.
 
     >>> import covary as cv
     >>> found = cv.theory.gradient_dissimilarity(cv.lower_bound(G=10.0), x=0.0)
     >>> found.G.value, found.norm
     (10.0, 0.0)
     """
-    oracle = oracle or Oracle(problem, weights, seed)
+    oracle = Oracle.of(problem, weights, seed)
     x, before = oracle.at(x), oracle.cost
     ids = oracle.some_clients(whole("clients", clients, 2))
     w = oracle.p[ids] / oracle.p[ids].sum()
@@ -140,7 +142,7 @@ def gradient_dissimilarity(
     loss, squares, _, mean = oracle.survey(x, parts, w, 0 * x)
     _, _, deviations, _ = oracle.survey(x, parts, w, mean)
     _refuse_nan(ids, squares + loss, "gradient")
-    m, N = len(ids), problem.n_clients
+    m, N = len(ids), oracle.problem.n_clients
     unbiased = 1.0 if m == N else m / (m - 1) * (N - 1) / N
     square = unbiased * float(w @ deviations.astype(float))
     error = unbiased * _mean_error(deviations, w, 1 - m / N)
@@ -158,8 +160,8 @@ def envelope(
 ) -> tuple[float, float]:
     """A pair (G, B) with which A1 holds at all the points.
 
-    Many do. This is the one whose G is exact (with B = 1) where the right-hand side is smallest, nearest to the
-    optimum: there G alone decides how far FedAvg can get. B is the least that then covers the other points.
+    Many do. This one's G is what holds (with B = 1) where the right-hand side is smallest, nearest to the optimum, or
+    up to a tenth more: there G alone decides how far FedAvg can get. B is the least that then covers the other points.
 
     Args:
         points: from `gradient_dissimilarity`, along a trajectory.
@@ -185,30 +187,29 @@ def envelope(
     nearest = int(b.argmin())
     G2 = max(a[nearest] - b[nearest], 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        B2 = np.nan_to_num((a - G2) / b, nan=1.0).max(initial=1.0)
-    return float(np.sqrt(G2)), float(np.sqrt(B2))
+        exact, loose = (np.nan_to_num((a - g) / b, nan=1.0, posinf=1e30).max(initial=1.0) for g in (G2, 1.21 * G2))
+    if exact > 4 * loose:  # two points near the optimum alone would drive B up
+        exact, G2 = loose, max(G2, float((a - loose * b).max()))
+    return float(np.sqrt(G2)), float(np.sqrt(exact))
 
 
 def curvature(
-    problem: Problem,
+    problem: Problem | Oracle,
     x: Any = None,
     *,
-    clients: int = 16,
-    examples: int = 1024,
+    clients: int | None = None,
     weights: str = "uniform",
     seed: int = 0,
-    oracle: Oracle | None = None,
 ) -> Curvature:
     """beta, mu and the Hessian dissimilarity delta (A2) at a point, by Lanczos' method on Hessian-vector products.
 
     Args:
         problem: with at least two clients; its loss has to be twice differentiable (up to kinks such as ReLU's).
         x: where, as params or as a flat vector; by default the model's own start.
-        clients: the most clients to look at; of more, a random sample. The standard error of the largest of a sample
-            is how much larger that of all clients is to be expected.
-        examples: of how many examples ∇²f is made while the client is sought whose Hessian differs most from it. What
-            is reported is then measured with ∇²f of all examples.
-        weights, seed, oracle: as in `gradient_dissimilarity`.
+        clients: the most clients whose Hessians are measured; by default all where that is cheap, else 16: half of them
+            those that respond most to a random vector, half at random. The standard error of the largest then says how
+            much larger one of the others could be.
+        weights, seed: as in `gradient_dissimilarity`.
 
     >>> import numpy as np, covary as cv
     >>> A = np.stack([np.eye(3), np.diag([1.0, 2.0, 5.0])])
@@ -216,73 +217,146 @@ def curvature(
     >>> [round(value.value, 6) for value in (found.beta, found.mu, found.delta)]
     [5.0, 1.0, 2.0]
     """
-    oracle = oracle or Oracle(problem, weights, seed)
+    oracle = Oracle.of(problem, weights, seed)
     x, d, before = oracle.at(x), oracle.start.size, oracle.cost
+    N, product = oracle.problem.n_clients, PRODUCT * d * oracle.problem.data.n_examples  # operations, for one vector
+    if clients is None:
+        clients = N if N * product * STEPS <= CHEAP else 16
     steps = d if d <= SMALL else STEPS
-    room = int(memory() / 4 / (x.nbytes * steps * 2))
-    ids = oracle.some_clients(max(2, min(whole("clients", clients, 2), room)))
-    own, (reference, complete) = oracle.clients(ids), oracle.everyone(whole("examples", examples, 1))
-    left_out = 1 - len(ids) / problem.n_clients
+    room = memory() / 4 / (2 * x.nbytes)  # vectors
+    ids, others = _most_responsive(oracle, x, min(N, whole("clients", clients, 2), max(2, int(room / steps))))
+    steps = max(4, min(steps, int(room / len(ids))))
+    own = oracle.clients(ids)
 
     def random(count: int) -> Any:
         return jnp.asarray(oracle.rng.normal(size=(count, d)), x.dtype)
 
     alone = lanczos(lambda V: oracle.own_products(x, V, own), random(len(ids)), steps, _both_ends_settled)
     _refuse_nan(ids, alone.values.sum(axis=1), "Hessian")
-    beta = _largest(alone.norms, alone.norm_errors, left_out, oracle.cost - before)
-    lowest = _largest(-alone.values[:, 0], alone.errors[:, 0], left_out, beta.cost)
+    beta = _largest(alone.norms, alone.norm_errors, others.beta, oracle.cost - before)
+    lowest = _largest(-alone.values[:, 0], alone.errors[:, 0], None, beta.cost)
     _refuse_kinks(oracle, x, beta.value)
 
     before = oracle.cost
-    apart = lanczos(
-        lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, reference),
-        random(len(ids)),
-        steps if complete else SCREENING,
-        _norms_settled,
-    )
-    deltas, errors = apart.norms, apart.norm_errors
-    if not complete:
-        deltas, errors = _with_all_examples(oracle, x, ids, apart)
-    delta = _largest(deltas, errors, left_out, oracle.cost - before)
+    if len(ids) * product * STEPS <= CHEAP:
+        everyone = oracle.everyone()[0]
+        apart = lanczos(
+            lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, everyone),
+            random(len(ids)),
+            steps,
+            _norms_settled,
+        )
+        deltas, errors = apart.norms, apart.norm_errors
+    else:
+        deltas, errors = _apart_by_a_sample(oracle, x, ids, others, random(len(ids)))
+    delta = _largest(deltas, errors, others.delta, oracle.cost - before)
 
-    before, floor = oracle.cost, 0.0 if d <= SMALL else 1e-3 * beta.value
-    mean = lanczos(
-        lambda V: oracle.common_products(x, V, reference),
-        random(1),
-        steps,
-        lambda values, errors: errors[0, 0] <= max(TOLERANCE * abs(values[0, 0]), floor),
-    )
-    mu, error = float(mean.values[0, 0]), float(mean.errors[0, 0])
-    if not complete:  # the sample tells the direction; its curvature is that of all examples
-        v = mean.vectors[:, 0]
-        exact = float(jnp.sum(v * oracle.common_products(x, v, oracle.everyone()[0])))
-        mu, error = exact, abs(exact - mu) + error
+    before = oracle.cost
+    mu, error = _lowest_of_all(oracle, x, random(1), steps, product, beta.value)
     return Curvature(
         beta=beta,
         mu=Estimate(mu, error, oracle.cost - before),
         delta=delta,
         weak_convexity=Estimate(max(0.0, lowest.value), lowest.se if lowest.value > 0 else 0.0, lowest.cost),
+        rounding=100 * float(np.finfo(x.dtype).eps) * beta.value,
         clients=ids,
         betas=alone.norms,
         deltas=deltas,
     )
 
 
+class Responses(NamedTuple):
+    """How much clients' Hessians respond to one random vector: what is known of those that are not measured."""
+
+    measured: np.ndarray
+    unmeasured: np.ndarray
+    drawn: np.ndarray  # which of the measured were drawn at random, and not for their response
+
+
+class Others(NamedTuple):
+    beta: Responses | None  # ‖∇²f_i v‖; None: all are measured
+    delta: Responses | None  # ‖∇²f_i v - ∇²f v‖
+
+
+def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarray, Others]:
+    """The clients to measure: half of them because they seem most curved or most different, half at random."""
+    ids = oracle.some_clients(SCREENED)
+    if most >= len(ids):
+        return ids, Others(None, None)
+    parts, w = oracle.clients(ids), oracle.p[ids] / oracle.p[ids].sum()
+    v = oracle.rng.normal(size=x.size).astype(x.dtype)
+    squares, _, mean = oracle.responses(x, v, parts, w, 0 * x)
+    _, deviations, _ = oracle.responses(x, v, parts, w, mean)
+    _refuse_nan(ids, squares, "Hessian")
+    ranks = np.minimum(*(np.argsort(np.argsort(-response)) for response in (squares, deviations)))
+    striking = np.zeros(len(ids), bool)
+    striking[np.argsort(ranks, kind="stable")[: -(-most // 2)]] = True
+    drawn = np.zeros(len(ids), bool)
+    drawn[oracle.rng.choice(np.flatnonzero(~striking), most // 2, replace=False)] = True
+    chosen = striking | drawn
+    known = (Responses(np.sqrt(r[chosen]), np.sqrt(r[~chosen]), drawn[chosen]) for r in (squares, deviations))
+    return ids[chosen], Others(*known)
+
+
+def _apart_by_a_sample(
+    oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others, start: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """‖∇²f_i - ∇²f‖ where ∇²f of all examples is costly: a sample of them leads to the directions, and the two clients
+    that differ most, by the sample and by the response to a random vector, are then measured against all."""
+    examples = int(np.clip(AFFORDABLE / 10 / (PRODUCT * x.size * len(ids) * FEW), 256, oracle.problem.data.n_examples))
+    own, reference = oracle.clients(ids), oracle.everyone(examples)[0]
+    apart = lanczos(
+        lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, reference), start, FEW, _norms_settled
+    )
+    candidates = {int(apart.norms.argmax())} | ({int(others.delta.measured.argmax())} if others.delta else set())
+    top = np.array(sorted(candidates))
+    ends = np.abs(apart.values[top]).argmax(axis=1)
+    theirs, everyone = oracle.clients(ids[top]), oracle.everyone()[0]
+    found = lanczos(
+        lambda V: oracle.own_products(x, V, theirs) - oracle.common_products(x, V, everyone),
+        apart.vectors[top, ends],
+        FEW,
+        _norms_settled,
+    )
+    deltas = apart.norms * min(1.0, float(np.max(found.norms / apart.norms[top])))  # less what the sample's noise added
+    errors = np.zeros_like(deltas)
+    deltas[top], errors[top] = found.norms, found.norm_errors
+    return deltas, errors
+
+
+def _lowest_of_all(
+    oracle: Oracle, x: np.ndarray, start: Any, steps: int, product: float, beta: float
+) -> tuple[float, float]:
+    """The lowest eigenvalue of ∇²f, from above, and how much lower one can be."""
+    floor = 0.0 if x.size <= SMALL else 1e-3 * beta
+
+    def settled(values: np.ndarray, errors: np.ndarray) -> bool:
+        return errors[0, 0] <= max(TOLERANCE * abs(values[0, 0]), floor)
+
+    if product * steps > AFFORDABLE:  # a sample leads to the direction, from which few steps are taken on all examples
+        examples = int(np.clip(AFFORDABLE / 10 / (PRODUCT * x.size * steps), 256, oracle.problem.data.n_examples))
+        reference = oracle.everyone(examples)[0]
+        start = lanczos(lambda V: oracle.common_products(x, V, reference), start, steps, settled).vectors[:, 0]
+        steps = int(np.clip(AFFORDABLE / 2 / product, 2, steps))
+    everyone = oracle.everyone()[0]
+    found = lanczos(lambda V: oracle.common_products(x, V, everyone), start, steps, settled)
+    return float(found.values[0, 0]), float(found.errors[0, 0])
+
+
 def gradient_noise(
-    problem: Problem,
+    problem: Problem | Oracle,
     x: Any = None,
     *,
     clients: int = 32,
     examples: int = 64,
     weights: str = "uniform",
     seed: int = 0,
-    oracle: Oracle | None = None,
 ) -> Noise:
     """The variance of single examples' gradients within clients, from which σ follows for every batch size.
 
     Args:
         clients, examples: the most clients, and the most examples of each, to look at.
-        problem, x, weights, seed, oracle: as in `gradient_dissimilarity`.
+        problem, x, weights, seed: as in `gradient_dissimilarity`.
 
     A client with one example has no variance: every batch is all its data.
 
@@ -290,7 +364,7 @@ def gradient_noise(
     >>> cv.theory.gradient_noise(cv.lower_bound(G=10.0)).sigma(None).value
     0.0
     """
-    oracle = oracle or Oracle(problem, weights, seed)
+    oracle = Oracle.of(problem, weights, seed)
     if not oracle.divisible:
         raise CovaryError(
             "loss(params, batch) must be the mean of its examples' own losses for sigma to be defined; on the first "
@@ -298,7 +372,8 @@ def gradient_noise(
         )
     x, before = oracle.at(x), oracle.cost
     ids = oracle.some_clients(whole("clients", clients, 2))
-    sizes, offsets = problem.data.sizes[ids], problem.data.offsets[ids]
+    data = oracle.problem.data
+    sizes, offsets = data.sizes[ids], data.offsets[ids]
     count = min(whole("examples", examples, 2), int(sizes.max()))
     rows = np.stack(
         [
@@ -322,10 +397,10 @@ def gradient_noise(
             variances[k] = own.mean() * size / (size - 1)
             errors[k] = own.std(ddof=1) / np.sqrt(n) * np.sqrt(1 - n / size) if n > 1 else 0.0
     w = oracle.p[ids] / oracle.p[ids].sum()
-    return Noise(variances, errors, sizes, w, 1 - len(ids) / problem.n_clients, oracle.cost - before)
+    return Noise(variances, errors, sizes, w, 1 - len(ids) / data.n_clients, oracle.cost - before)
 
 
-def control_lag(problem: Problem, c_i: Any, x: Any, *, weights: str = "uniform", oracle: Oracle | None = None) -> float:
+def control_lag(problem: Problem | Oracle, c_i: Any, x: Any, *, weights: str = "uniform") -> float:
     """sum p_i ‖c_i - ∇f_i(x)‖², how far the controls are from the gradients they stand for.
 
     With x = x* it is the paper's control lag C_r; with the current model it is what misleads the next round.
@@ -333,7 +408,7 @@ def control_lag(problem: Problem, c_i: Any, x: Any, *, weights: str = "uniform",
     Args:
         c_i: of shape (N, d), from `run.clients.c_i`.
         x: the point.
-        problem, weights, oracle: as in `gradient_dissimilarity`.
+        problem, weights: as in `gradient_dissimilarity`.
 
     >>> import covary as cv
     >>> run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=10.0), rounds=100, local_steps=5, x0=1.0)
@@ -342,8 +417,8 @@ def control_lag(problem: Problem, c_i: Any, x: Any, *, weights: str = "uniform",
 
     Reference: Karimireddy et al. 2020, appendix, definition of the control-lag.
     """
-    oracle = oracle or Oracle(problem, weights)
-    x, N = oracle.at(x), problem.n_clients
+    oracle = Oracle.of(problem, weights, 0)
+    x, N = oracle.at(x), oracle.problem.n_clients
     if np.shape(c_i) != (N, x.size):
         raise refused("c_i", f"of shape {(N, x.size)}", f"shape {np.shape(c_i)}", "Pass run.clients.c_i.")
     at_once, total = max(1, int(memory() / 8 / x.nbytes)), 0.0
@@ -384,9 +459,9 @@ def lag_along(
         run = simulate(algorithm, problem, rounds=r, **(settings | {"eval_every": r, "store": "device"}))
         rows["round"].append(run.rounds)
         rows["drift"].append(float(run.history["drift"][-1]))
-        rows["lag"].append(control_lag(problem, run.clients.c_i, run.x, oracle=oracle))
+        rows["lag"].append(control_lag(oracle, run.clients.c_i, run.x))
         if x_star is not None:
-            lag = control_lag(problem, run.clients.c_i, x_star, oracle=oracle)
+            lag = control_lag(oracle, run.clients.c_i, x_star)
             rows.setdefault("lag_at_optimum", []).append(lag)
         if run.diverged:
             break
@@ -394,13 +469,12 @@ def lag_along(
 
 
 def optimum(
-    problem: Problem,
+    problem: Problem | Oracle,
     x0: Any = None,
     *,
     steps: int = 500,
     weights: str = "uniform",
     seed: int = 0,
-    oracle: Oracle | None = None,
 ) -> tuple[np.ndarray, float]:
     """A minimiser x* of f by L-BFGS on all data, as a flat vector, and how small the gradient has become there.
 
@@ -414,7 +488,7 @@ def optimum(
     """
     from scipy.optimize import minimize
 
-    oracle = oracle or Oracle(problem, weights, seed)
+    oracle = Oracle.of(problem, weights, seed)
     x0 = oracle.at(x0)
     parts, one = oracle.everyone()[0], np.ones(1)
     if not oracle.divisible:
@@ -447,17 +521,24 @@ def _both_ends_settled(values: np.ndarray, errors: np.ndarray) -> bool:
     return _norms_settled(values, errors) and bool((values - errors)[:, 0].min() >= lowest - TOLERANCE * norm)
 
 
-def _largest(values: np.ndarray, errors: np.ndarray, left_out: float, cost: int) -> Estimate:
-    """The largest of the measured values, and how much larger one could be.
+def _largest(values: np.ndarray, errors: np.ndarray, responses: Responses | None, cost: int) -> Estimate:
+    """The largest of the measured values, and how much larger one could be: of those by what their search left open, of
+    the unmeasured if its value stood to its response as in the worst case among those drawn at random."""
+    largest = float(values.max())
+    unfinished = max(float((values + errors).max()) - largest, 0.0)
+    unseen = 0.0
+    if responses is not None:
+        worst = float(np.max(values[responses.drawn] / np.maximum(responses.measured[responses.drawn], 1e-30)))
+        unseen = max(0.0, worst * float(responses.unmeasured.max()) - largest)
+    return Estimate(largest, float(np.hypot(unfinished, unseen)), cost)
 
-    The largest of N exceeds that of m by log(N/m) times the mean excess of the tail, if that is exponential; the tail
-    is the highest quarter.
-    """
-    ordered = np.sort(values)[::-1]
-    tail = max(1, len(values) // 4)
-    excess = ordered[:tail].mean() - ordered[tail]
-    unfinished = max(float((values + errors).max() - ordered[0]), 0.0)
-    return Estimate(float(ordered[0]), float(np.hypot(unfinished, -np.log1p(-left_out) * excess)), cost)
+
+def _batches(batch_size: int | float | None, sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """The sizes of the batches of each client's epoch."""
+    kind, batch, counts = batches_of(batch_size, sizes)
+    for n, b, k in zip(sizes, batch, counts, strict=True):
+        ends = np.arange(k + 1) * n // k if kind == "parts" else np.minimum(np.arange(k + 1) * b, n)
+        yield np.diff(ends)
 
 
 def _mean_error(values: np.ndarray, weights: np.ndarray, left_out: float) -> float:
@@ -466,25 +547,6 @@ def _mean_error(values: np.ndarray, weights: np.ndarray, left_out: float) -> flo
         return 0.0
     values = values.astype(float)
     return float(np.linalg.norm(weights * (values - weights @ values)) * np.sqrt(left_out))
-
-
-def _with_all_examples(
-    oracle: Oracle, x: np.ndarray, ids: np.ndarray, apart: Extremes
-) -> tuple[np.ndarray, np.ndarray]:
-    """The norms, with that of the largest measured again against ∇²f of all examples, from where the sample led."""
-    top = int(apart.norms.argmax())
-    own, everyone = oracle.clients(ids[top : top + 1]), oracle.everyone()[0]
-    end = int(np.abs(apart.values[top]).argmax())
-    found = lanczos(
-        lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, everyone),
-        apart.vectors[top : top + 1, end],
-        SCREENING,
-        _norms_settled,
-    )
-    ratio = found.norms[0] / apart.norms[top]  # what the sample's noise added to all of them alike
-    deltas, errors = apart.norms * ratio, np.zeros_like(apart.norms)
-    errors[top] = found.norm_errors[0]
-    return deltas, errors
 
 
 def _refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
@@ -498,19 +560,23 @@ def _refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
 
 
 def _refuse_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
-    """Refuse a loss whose gradient jumps, so that its second derivative says nothing about it."""
+    """Refuse a loss whose gradient jumps, so that its second derivative says nothing about it.
+
+    A step along the gradient that ought to change it by a hundredth or a tenth must not change it ten times as much.
+    """
     parts = oracle.everyone(4096)[0]
     w = np.ones(1) if oracle.divisible else oracle.p
     here = oracle.survey(x, parts, w, 0 * x)[3]
     length = float(np.linalg.norm(here))
     way = here / length if length > 0 else np.ones_like(x) / np.sqrt(x.size)
-    scale = max(1.0, float(np.sqrt(np.mean(np.square(x, dtype=float)))))
-    changes = {}
-    for step in (0.01, 0.1, 1.0):
-        there = oracle.survey((x + step * scale * way).astype(x.dtype), parts, w, 0 * x)[3]
-        changes[step] = float(np.linalg.norm(there - here)) / (step * scale)
-    change = max(changes[0.01], changes[0.1], changes[1.0] / 100)  # far away a smooth loss may be more curved, too
-    if beta <= 1e-7 * max(1.0, length) and change <= 1e-7 * length:
+    size = max(1.0, float(np.sqrt(np.mean(np.square(x, dtype=float)))))
+    steps = [0.01 * length / beta, 0.1 * length / beta] if beta * size > 1e-12 * length else [0.01 * size, size]
+    changes = []
+    for step in steps:
+        there = oracle.survey((x + step * way).astype(x.dtype), parts, w, 0 * x)[3]
+        changes.append(float(np.linalg.norm(there - here)) / step if step > 0 else 0.0)
+    change = max(changes)
+    if beta == 0 and change == 0:
         raise CovaryError(
             "The loss has no curvature at all here: its gradient is the same all around. Such an f has no minimum to "
             "go to, or the model does not depend on its parameters. Check loss and init."

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 EVERY = 4  # steps between two looks at the eigenvalues
+LEAST = 12  # steps before a look can end the search
 
 
 class Extremes(NamedTuple):
@@ -42,7 +43,8 @@ def lanczos(
         product: (matrices, d) -> (matrices, d), each matrix times its own vector.
         start: the first vectors, (matrices, d), not zero.
         steps: the most products to take.
-        enough: (values, errors) -> whether they will do, asked now and then.
+        enough: (values, errors) -> whether they will do, asked now and then. A small error only says that some
+            eigenvalue is near, so they have to do twice in a row.
 
     Reference: Lanczos 1950; Golub and Van Loan, Matrix Computations, chapter 10.
     """
@@ -53,7 +55,7 @@ def lanczos(
     T = np.zeros((m, steps, steps))
     length = np.full(m, steps)  # of each matrix's basis; shorter where it has found an invariant subspace
     roundoff = 50 * float(jnp.finfo(start.dtype).eps)
-    extremes = None
+    extremes, satisfied = None, 0
     for k in range(steps):
         basis, w, alpha, beta = _step(basis, k, v, product(v))
         alpha, beta = np.asarray(alpha, float), np.asarray(beta, float)
@@ -66,7 +68,9 @@ def lanczos(
         if not np.isfinite(alpha).all() or k + 1 == steps or not rest.any() or (k + 1) % EVERY == 0:
             extremes = _extremes(T[:, : k + 1, : k + 1], np.minimum(length, k + 1), rest)
             values, errors, _ = extremes
-            if k + 1 == steps or not rest.any() or not np.isfinite(values).all() or enough(values, errors):
+            satisfied = satisfied + 1 if np.isfinite(values).all() and enough(values, errors) else 0
+            found = satisfied > 1 and k + 1 >= LEAST
+            if k + 1 == steps or not rest.any() or not np.isfinite(values).all() or found:
                 break
         T[:, k, k + 1] = T[:, k + 1, k] = rest
         v = jnp.where(jnp.asarray(rest > 0)[:, None], w / jnp.maximum(jnp.asarray(beta, w.dtype)[:, None], 1e-30), 0)

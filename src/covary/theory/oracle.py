@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary.checks import whole
 from covary.cohort import loss_at
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
@@ -20,8 +20,22 @@ ROWS_AT_ONCE = 1024
 class Parts(NamedTuple):
     """One or more functions, each a weighted mean of the losses of examples, cut into parts that fit into memory."""
 
-    rows: np.ndarray  # (functions, parts, length): rows of the data
-    share: np.ndarray | None  # what each counts, summing to 1; None: a function is the loss of its only part as it is
+    rows: np.ndarray  # (parts, length): rows of the data
+    share: np.ndarray | None  # what each counts in its function; None: a function is the loss of its only part as it is
+    first: np.ndarray  # where each function's parts begin, and where the last one's end
+
+    @property
+    def functions(self) -> int:
+        return len(self.first) - 1
+
+
+class _Compiled(NamedTuple):
+    survey: Any
+    responses: Any
+    gradients: Any
+    own_products: Any
+    common_products: Any
+    square_deviations: Any
 
 
 class Oracle:
@@ -42,15 +56,27 @@ class Oracle:
                 "The constants are measured on data in memory, and this data set is streamed from its folder. Measure "
                 "a sample of its clients that fits: FederatedData.from_clients([data.client(i) for i in ...])."
             )
+        whole("seed", seed, 0, most=2**32 - 1)
         problem.refuse_other_losses(one_by_one=len(set(problem.data.sizes.tolist())) > 1)
         self.problem, self.divisible = problem, not problem.mixes_examples
         sizes = problem.data.sizes
         self.p = np.full(len(sizes), 1 / len(sizes)) if weights == "uniform" else sizes / sizes.sum()
         self.start, self.unravel = problem.start(x0, seed)
+        if self.start.dtype.itemsize < 4:
+            fix = "Curvatures drown in its rounding: measure a model in float32, and train in what you like."
+            raise refused("params", "float32 or float64", str(self.start.dtype), fix)
         self.rng = np.random.default_rng(seed)
         self.cost = 0  # gradients of one example's loss so far; a Hessian-vector product counts two
         self.examples = problem.data.on_device
         self._product = self._way_to_multiply()
+        self.compiled = _Compiled(
+            *(jax.jit(getattr(self, f"_{name}")) for name in _Compiled._fields)  # they go when this goes
+        )
+
+    @classmethod
+    def of(cls, problem: Any, weights: str, seed: int) -> Oracle:
+        """Of a problem, or the one that is given in its place, so that measurements share compiled programs."""
+        return problem if isinstance(problem, Oracle) else cls(problem, weights, seed)
 
     def at(self, x: Any) -> np.ndarray:
         """A point as a flat vector, from a vector or from params; None is the starting point."""
@@ -72,14 +98,15 @@ class Oracle:
         """The functions f_i of some clients."""
         sizes, offsets = self.problem.data.sizes[ids], self.problem.data.offsets[ids]
         if not self.divisible:  # all of one size then
-            return Parts(offsets[:, None, None] + np.arange(sizes[0]), None)
-        parts = -(-int(sizes.max()) // ROWS_AT_ONCE)
-        length = -(-int(sizes.max()) // parts)
-        place = np.arange(parts * length)
-        inside = place < sizes[:, None]
-        rows = offsets[:, None] + np.minimum(place, sizes[:, None] - 1)
-        share = inside / sizes[:, None]
-        return Parts(rows.reshape(-1, parts, length), share.reshape(-1, parts, length))
+            return Parts(offsets[:, None] + np.arange(sizes[0]), None, np.arange(len(ids) + 1))
+        length = int(min(ROWS_AT_ONCE, sizes.max(), max(16, 2 * np.median(sizes))))  # few empty places for most
+        counts = -(-sizes // length)
+        first = np.concatenate([[0], np.cumsum(counts)])
+        owner = np.repeat(np.arange(len(ids)), counts)
+        place = (np.arange(first[-1]) - first[owner])[:, None] * length + np.arange(length)
+        size = sizes[owner, None]
+        rows = offsets[owner, None] + np.minimum(place, size - 1)
+        return Parts(rows, (place < size) / size, first)
 
     def everyone(self, most: int | None = None) -> tuple[Parts, bool]:
         """f itself or, of more than `most` examples, f of a sample drawn from every client; and whether it is whole."""
@@ -87,96 +114,110 @@ class Oracle:
         if not self.divisible:
             return self.clients(np.arange(len(data.sizes))), True
         each = np.repeat(self.p / data.sizes, data.sizes)
-        rows, whole = np.arange(data.n_examples), True
+        rows, complete = np.arange(data.n_examples), True
         if most is not None and data.n_examples > most:
-            whole = False
+            complete = False
             owner = np.repeat(np.arange(len(data.sizes)), data.sizes)
             quota = -(-data.sizes * most // data.n_examples)  # of each client
             shuffled = np.lexsort((self.rng.random(data.n_examples), owner))
             rows = shuffled[rows - data.offsets[owner] < quota[owner]]
-            if len(rows) > 2 * most:  # more clients than examples wanted
+            if len(rows) > 2 * most:  # far more clients than examples are wanted
                 rows = self.rng.choice(rows, most, replace=False)
             each = self.p[owner] / np.maximum(np.bincount(owner[rows], minlength=len(data.sizes)), 1)[owner]
         parts = -(-len(rows) // ROWS_AT_ONCE)
         length = -(-len(rows) // parts)
         share = np.pad(each[rows] / each[rows].sum(), (0, parts * length - len(rows)))
         rows = np.pad(rows, (0, parts * length - len(rows)))
-        return Parts(rows.reshape(1, parts, length), share.reshape(1, parts, length)), whole
+        return Parts(rows.reshape(parts, length), share.reshape(parts, length), np.array([0, parts])), complete
 
     # Each of the following goes through the parts one by one and counts what it costs.
 
     def survey(self, x: np.ndarray, parts: Parts, p: np.ndarray, centre: Any) -> tuple[np.ndarray, ...]:
         """Of each function the loss, ‖∇f_i‖² and ‖∇f_i - centre‖²; and the mean of the gradients weighted by p."""
         self.cost += _count(parts)
-        return tuple(np.asarray(v) for v in self._survey(self.examples, x, parts, p.astype(x.dtype), centre))
+        return tuple(np.asarray(v) for v in self.compiled.survey(self.examples, x, parts, p.astype(x.dtype), centre))
+
+    def responses(self, x: np.ndarray, v: Any, parts: Parts, p: np.ndarray, centre: Any) -> tuple[np.ndarray, ...]:
+        """Of each function ‖∇²f_i v‖² and ‖∇²f_i v - centre‖²; and the mean of the products weighted by p."""
+        self.cost += 2 * _count(parts)
+        found = self.compiled.responses(self.examples, x, v, parts, p.astype(x.dtype), centre)
+        return tuple(np.asarray(value) for value in found)
 
     def own_products(self, x: Any, V: Any, parts: Parts) -> Any:
         """∇²f_i(x) v_i, for each function its own vector."""
         self.cost += 2 * _count(parts)
-        return self._own_products(self.examples, x, V, parts)
+        return self.compiled.own_products(self.examples, x, V, parts)
 
     def common_products(self, x: Any, V: Any, parts: Parts) -> Any:
         """∇²f(x) v for each of the vectors, f being the mean of the functions."""
         self.cost += 2 * _count(parts) * len(V)
-        return self._common_products(self.examples, x, V, parts)
+        return self.compiled.common_products(self.examples, x, V, parts)
 
     def square_deviations(self, x: Any, rows: np.ndarray, centres: Any) -> np.ndarray:
         """‖∇l_j(x) - centre‖² of single examples, a row of them for each centre."""
         self.cost += rows.size
-        return np.asarray(self._square_deviations(self.examples, x, rows, centres))
+        return np.asarray(self.compiled.square_deviations(self.examples, x, rows, centres))
 
     def gradients(self, x: Any, parts: Parts) -> Any:
         """∇f_i(x), all of them: (functions, d)."""
         self.cost += _count(parts)
-        return self._gradients(self.examples, x, parts)
+        return self.compiled.gradients(self.examples, x, parts)
 
     def _loss(self, examples: Any, rows: Any, share: Any) -> Callable[[Any], Any]:
         """y -> the loss of one part."""
         batch = jax.tree.map(lambda leaf: leaf[rows], examples)
         return lambda y: loss_at(self.problem.loss, self.unravel(y), batch, share)
 
-    def _summed(self, function: Callable[[Callable[[Any], Any]], Any], examples: Any, parts: Any, like: Any) -> Any:
-        """The sum over the parts of one function of what is done with each part's loss."""
+    def _summed(self, function: Callable[[Any], Any], examples: Any, parts: Any, i: Any, like: Any) -> Any:
+        """The sum over the parts of function i of what is done with each part's loss."""
         if parts.share is None:
-            return function(self._loss(examples, parts.rows[0], None))
+            return function(self._loss(examples, parts.rows[i], None))
 
-        def add(total: Any, part: Any) -> tuple[Any, None]:
-            return total + function(self._loss(examples, part.rows, part.share.astype(like.dtype))), None
+        def add(k: Any, total: Any) -> Any:
+            return total + function(self._loss(examples, parts.rows[k], parts.share[k].astype(like.dtype)))
 
-        return jax.lax.scan(add, like, parts)[0]
+        return jax.lax.fori_loop(parts.first[i], parts.first[i + 1], add, like)
 
-    @functools.partial(jax.jit, static_argnums=0)
     def _survey(self, examples: Any, x: Any, parts: Parts, p: Any, centre: Any) -> Any:
-        def one(total: Any, given: Any) -> Any:
-            own, weight = given
-            f = self._summed(lambda loss: loss(x), examples, own, jnp.zeros((), x.dtype))
-            g = self._summed(lambda loss: jax.grad(loss)(x), examples, own, 0 * x)
-            return total + weight * g, (f, jnp.sum(g**2), jnp.sum((g - centre) ** 2))
+        def one(total: Any, i: Any) -> Any:
+            zero = jnp.zeros((), x.dtype)
+            f = self._summed(lambda loss: loss(x), examples, parts, i, zero)
+            g = self._summed(lambda loss: jax.grad(loss)(x), examples, parts, i, 0 * x)
+            return total + p[i] * g, (f, jnp.sum(g**2), jnp.sum((g - centre) ** 2))
 
-        mean, (f, squares, deviations) = jax.lax.scan(one, 0 * x, (parts, p))
+        mean, (f, squares, deviations) = jax.lax.scan(one, 0 * x, jnp.arange(parts.functions))
         return f, squares, deviations, mean
 
-    @functools.partial(jax.jit, static_argnums=0)
+    def _responses(self, examples: Any, x: Any, v: Any, parts: Parts, p: Any, centre: Any) -> Any:
+        def one(total: Any, i: Any) -> Any:
+            h = self._summed(lambda loss: self._product(jax.grad(loss), x, v), examples, parts, i, 0 * v)
+            return total + p[i] * h, (jnp.sum(h**2), jnp.sum((h - centre) ** 2))
+
+        mean, (squares, deviations) = jax.lax.scan(one, 0 * x, jnp.arange(parts.functions))
+        return squares, deviations, mean
+
     def _gradients(self, examples: Any, x: Any, parts: Parts) -> Any:
-        return jax.lax.map(lambda own: self._summed(lambda loss: jax.grad(loss)(x), examples, own, 0 * x), parts)
+        def one(i: Any) -> Any:
+            return self._summed(lambda loss: jax.grad(loss)(x), examples, parts, i, 0 * x)
 
-    @functools.partial(jax.jit, static_argnums=0)
+        return jax.lax.map(one, jnp.arange(parts.functions))
+
     def _own_products(self, examples: Any, x: Any, V: Any, parts: Parts) -> Any:
-        def one(given: Any) -> Any:
-            own, v = given
-            return self._summed(lambda loss: self._product(jax.grad(loss), x, v), examples, own, 0 * v)
+        def one(i: Any) -> Any:
+            return self._summed(lambda loss: self._product(jax.grad(loss), x, V[i]), examples, parts, i, 0 * x)
 
-        return jax.lax.map(one, (parts, V))
+        return jax.lax.map(one, jnp.arange(parts.functions))
 
-    @functools.partial(jax.jit, static_argnums=0)
     def _common_products(self, examples: Any, x: Any, V: Any, parts: Parts) -> Any:
         def all_vectors(loss: Any) -> Any:
             return jax.vmap(lambda v: self._product(jax.grad(loss), x, v))(V)
 
-        each = jax.lax.map(lambda own: self._summed(all_vectors, examples, own, 0 * V), parts)
-        return each[0] if len(each) == 1 else jnp.tensordot(jnp.asarray(self.p, x.dtype), each, 1)
+        if parts.functions == 1:
+            return self._summed(all_vectors, examples, parts, 0, 0 * V)
+        p = jnp.asarray(self.p, x.dtype)
+        add = lambda i, total: total + p[i] * self._summed(all_vectors, examples, parts, i, 0 * V)  # noqa: E731
+        return jax.lax.fori_loop(0, parts.functions, add, 0 * V)
 
-    @functools.partial(jax.jit, static_argnums=0)
     def _square_deviations(self, examples: Any, x: Any, rows: Any, centres: Any) -> Any:
         def one(given: Any) -> Any:
             row, centre = given

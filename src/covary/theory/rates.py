@@ -58,6 +58,8 @@ class Setting:
     def __post_init__(self) -> None:
         for name in ("beta", "D", "F", "eta_g"):
             positive(name, getattr(self, name))
+        if self.eta_g < 1:
+            raise refused("eta_g", "at least 1 in the theorems", self.eta_g, "Use 1, or the theorems' √S.")
         for name in ("mu", "sigma", "G"):
             non_negative(name, getattr(self, name))
         if self.mu > self.beta or (self.mu > 0 and not self.convex):
@@ -143,10 +145,10 @@ def lower_bound_error(s: Setting, rounds: float) -> float:
     It needs K >= 2 and eta_g = 1, and holds for the worst functions with this G and mu, even with sigma = 0 and S = N.
 
     >>> from covary.theory import rates
-    >>> rates.lower_bound_error(rates.Setting(beta=1.0, mu=1.0, G=10.0, F=50.0), 100)
+    >>> rates.lower_bound_error(rates.Setting(beta=1.0, mu=1.0, G=10.0, F=50.0, K=2), 100)
     0.01
     """
-    _strongly_convex(s, "Theorem II")
+    _lower_bound_holds(s)
     return min(s.F, s.G**2 / (s.mu * rounds**2))
 
 
@@ -154,12 +156,12 @@ def lower_bound_rounds(s: Setting, epsilon: float) -> float:
     """The rounds that FedAvg needs at least on the worst such functions: G/√(mu epsilon) (Theorem II).
 
     >>> from covary.theory import rates
-    >>> rates.lower_bound_rounds(rates.Setting(beta=1.0, mu=1.0, G=10.0), 1e-4)
+    >>> rates.lower_bound_rounds(rates.Setting(beta=1.0, mu=1.0, G=10.0, K=2), 1e-4)
     1000.0
     """
-    _strongly_convex(s, "Theorem II")
+    _lower_bound_holds(s)
     positive("epsilon", epsilon)
-    return s.G / math.sqrt(s.mu * epsilon)
+    return s.G / math.sqrt(s.mu * epsilon) if epsilon < s.F else 0.0
 
 
 def scaffold_step(s: Setting) -> float:
@@ -177,7 +179,9 @@ def scaffold_step(s: Setting) -> float:
 
 
 def scaffold_error(s: Setting, rounds: float) -> float:
-    """What is left after so many rounds of SCAFFOLD by Theorem III (full form), with a warm start (D̃ = D).
+    """What is left after so many rounds of SCAFFOLD by Theorem III (full form), with a warm start.
+
+    That makes D̃² = D² + F/beta + sigma²/(K beta²) (the remark after the theorem), in place of D² below.
 
     sigma² (1 + S/eta_g²)/(mu R K S) + (N mu/S) D² exp(-min(S/(30 N), mu/(162 beta)) R) where f is strongly convex,
     sigma D √(1 + S/eta_g²)/√(R K S) + √(N/S) beta D²/R where it is convex, and
@@ -190,12 +194,13 @@ def scaffold_error(s: Setting, rounds: float) -> float:
     True
     """
     R, S, K, share = rounds, s.cohort, s.K, s.cohort / s.N
+    D2 = s.D**2 + s.F / s.beta + (s.sigma / s.beta) ** 2 / K
     if s.mu > 0:
         noise = s.sigma**2 * (1 + S / s.eta_g**2) / (s.mu * R * K * S)
-        return noise + s.mu * s.D**2 / share * math.exp(-min(share / 30, s.mu / (162 * s.beta)) * R)
+        return noise + s.mu * D2 / share * math.exp(-min(share / 30, s.mu / (162 * s.beta)) * R)
     if s.convex:
-        noise = s.sigma * s.D * math.sqrt((1 + S / s.eta_g**2) / (R * K * S))
-        return noise + s.beta * s.D**2 / (math.sqrt(share) * R)
+        noise = s.sigma * math.sqrt(D2 * (1 + S / s.eta_g**2) / (R * K * S))
+        return noise + s.beta * D2 / (math.sqrt(share) * R)
     noise = s.sigma * math.sqrt(s.beta * s.F * (1 + s.N / s.eta_g**2) / (R * K * S))
     return noise + s.beta * s.F / (share ** (2 / 3) * R)
 
@@ -221,6 +226,8 @@ def similar_step(s: Setting) -> float:
     >>> rates.similar_step(rates.Setting(beta=1.0, delta=0.0, K=50))
     0.1
     """
+    if s.eta_g != 1:
+        raise refused("eta_g", "1 for Theorem IV", s.eta_g, "It is stated for the plain average.")
     bounds = [1 / (10 * s.beta)]
     if s.dissimilarity > 0:
         bounds.append(1 / (22 * s.dissimilarity * s.K))
@@ -307,7 +314,8 @@ def table1(s: Setting, epsilon: float) -> dict[str, float]:
             )
             rows["fedavg (Li et al. 2020)"] = s.beta * (s.sigma**2 / N / K + s.G**2 * K) / (mu**2 * e)
         rows["fedavg"] = M2 / (mu * S * K * e) + s.G * math.sqrt(s.beta / e) / mu + s.B**2 * linear
-        rows["fedavg, at least"] = s.sigma**2 / (mu * N * K * e) + s.G / math.sqrt(mu * e)
+        if K > 1:
+            rows["fedavg, at least"] = s.sigma**2 / (mu * N * K * e) + s.G / math.sqrt(mu * e)
         if s.sigma == 0 and s.G == 0:
             rows["fedprox"] = s.B**2 * linear
         if s.sigma == 0 and S == N:
@@ -319,7 +327,7 @@ def table1(s: Setting, epsilon: float) -> dict[str, float]:
     linear, noise = s.beta * s.F / e, s.beta * s.F / e**2
     if S == N:
         rows["sgd"] = noise * s.sigma**2 / (N * K) + linear
-        rows["fedavg (Yu et al. 2019)"] = noise * s.sigma**2 / (N * K) + linear * s.G**2 * N * K / e
+        rows["fedavg (Yu et al. 2019)"] = noise * s.sigma**2 / (N * K) + s.G**2 * N * K / e
         rows["vrl_sgd"] = noise * N * s.sigma**2 / K + N * linear
     rows["fedavg"] = noise * M2 / (S * K) + s.beta * s.F * s.G / e**1.5 + s.B**2 * linear
     if s.sigma == 0 and s.G == 0:
@@ -346,11 +354,16 @@ def _first(error: Callable[[float], float], epsilon: float, least: float) -> flo
     return float(high)
 
 
-def _strongly_convex(s: Setting, theorem: str) -> None:
+def _lower_bound_holds(s: Setting) -> None:
     if s.mu <= 0:
-        raise refused("mu", f"above 0 for {theorem}", s.mu, "It is stated for strongly convex f.")
+        raise refused("mu", "above 0 for Theorem II", s.mu, "It is stated for strongly convex f.")
+    if s.K < 2 or s.eta_g != 1:
+        came = f"K = {s.K} and eta_g = {s.eta_g:g}"
+        raise refused("K and eta_g", "at least 2, and 1, for Theorem II", came, "One local step is SGD.")
 
 
 def _everyone(s: Setting) -> None:
     if s.cohort != s.N:
         raise refused("S", f"N = {s.N} for Theorem IV", s.cohort, "It is stated for all clients in every round.")
+    if s.eta_g != 1:
+        raise refused("eta_g", "1 for Theorem IV", s.eta_g, "It is stated for the plain average.")

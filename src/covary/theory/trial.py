@@ -71,20 +71,31 @@ class Contest:
 
     def as_good(self, first: Trial, second: Trial) -> bool:
         """Whether the first needs at most a tenth more communication than the second."""
-        if math.isfinite(second.messages):
-            return first.messages <= NEAR * second.messages
-        seen = second.curve[np.isfinite(second.curve)]
-        early = second.curve[: max(1, int(self.trips / NEAR))]
-        early = early[np.isfinite(early)]
-        if first is second or not early.size:
-            return True
-        negligible = 1e-3 * np.ptp(seen)  # against the progress that was made
-        return self.way * (first.value - early[-1]) >= -negligible
+        own, other = self.trips_of(first, second)
+        return own <= NEAR * other
 
     def beats(self, first: Trial, second: Trial) -> bool:
         """Whether the first saves more than a tenth of the second's communication, and more than one round."""
-        one_round = math.isfinite(second.messages) and second.messages <= first.messages + first.trips
-        return not (self.as_good(second, first) or one_round)
+        own, other = self.trips_of(first, second)
+        return other > NEAR * own and other > own + first.trips
+
+    def trips_of(self, first: Trial, second: Trial) -> tuple[float, float]:
+        """What each needed to the target or, where neither reached it, to where the better one was a tenth before its
+        end, give or take a thousandth of the progress: two that have converged are compared by when they had."""
+        if math.isfinite(first.messages) or math.isfinite(second.messages):
+            return first.messages, second.messages
+        better = max((first, second), key=lambda trial: self.way * trial.value)
+        if not math.isfinite(better.value):
+            return math.inf, math.inf
+        seen = better.curve[np.isfinite(better.curve)]
+        early = better.curve[: max(better.trips, int(len(better.curve) / NEAR))]
+        goal = self.way * early[np.isfinite(early)][-1] - 1e-3 * float(np.ptp(seen))
+
+        def trips(trial: Trial) -> float:
+            there = np.flatnonzero(self.way * trial.curve >= goal)
+            return float(there[0] + 1) if there.size and math.isfinite(trial.value) else math.inf
+
+        return trips(first), trips(second)
 
     def tune(self, name: str, K: int, centre: float, eta_g: float = 1.0) -> Trial:
         """The best step-size around a centre; the grid is continued while the best lies at an end of it."""
@@ -118,7 +129,7 @@ class Contest:
 
     def _trial(self, name: str, K: int, eta_g: float, trips: int, swept: Sweep, p: int) -> Trial:
         members = swept.table[p * len(self.seeds) : (p + 1) * len(self.seeds)]
-        by_round = np.mean(swept.curves[self.metric][p], axis=0)
+        by_round = np.mean([_carried_on(curve) for curve in swept.curves[self.metric][p]], axis=0)
         curve = np.full(trips * len(by_round), np.nan)
         curve[trips - 1 :: trips] = by_round
         seen = curve[np.isfinite(curve)]
@@ -134,6 +145,12 @@ class Contest:
             curve=curve,
             tried=[{"algorithm": name, "K": K, "eta_g": eta_g, **row} for row in members],
         )
+
+
+def _carried_on(curve: np.ndarray) -> np.ndarray:
+    """A seed's curve with its last value in the rounds after it reached the target."""
+    last = np.maximum.accumulate(np.where(np.isnan(curve), 0, np.arange(len(curve))))
+    return curve[last]
 
 
 def compete(
