@@ -27,7 +27,7 @@ def diagnose(
     rounds: Annotated[int, typer.Option(help="How many rounds you mean to train for.")] = 100,
     clients_per_round: Annotated[
         float | None,
-        typer.Option(help="Clients a round: a number, a fraction, or 0 for all. [default: 0.2; all hospitals]"),
+        typer.Option(help="Clients a round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
     ] = None,
     local_steps: Annotated[int | None, typer.Option(help="K, if it is settled.")] = None,
     max_local_steps: Annotated[int, typer.Option(help="The most local steps to consider.")] = 100,

@@ -16,8 +16,8 @@ from covary.problem import Problem, supervised
 
 Dataset = Annotated[str, typer.Argument(help="digits, emnist, fashion-mnist or heart-disease.")]
 Root = Annotated[Path | None, typer.Option(help="Folder or file of a data set that is not built in.")]
-Clients = Annotated[int | None, typer.Option(help="Number of clients N. [default: 20]")]
-Similarity = Annotated[float | None, typer.Option(help="The paper's i.i.d. share, 0 to 1. [default: 0]")]
+Clients = Annotated[int | None, typer.Option(help="Number of clients N. \\[default: 20]")]
+Similarity = Annotated[float | None, typer.Option(help="The paper's i.i.d. share, 0 to 1. \\[default: 0]")]
 Alpha = Annotated[float | None, typer.Option(help="Dirichlet concentration instead.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 

@@ -18,7 +18,7 @@ def reproduce(
     data: Annotated[Path, typer.Option(help="Folder with EMNIST's official files.")] = Path("data"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller data and fewer rounds, the same code.")] = False,
     pixels: Annotated[str, typer.Option(help="paper-white, ink, or auto: what lands nearest to the paper.")] = "auto",
-    seeds: Annotated[int | None, typer.Option(help="How many seeds. [default: 3; quick: 1]")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds. \\[default: 3; quick: 1]")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run folder that was stopped.")] = None,
     out: Out = Path("runs"),
 ) -> None:
