@@ -25,7 +25,7 @@ def digits():
 def digits_found(digits):
     goal = ("accuracy", 0.8)
     return cv.diagnose(
-        digits, clients_per_round=0.2, batch_size=0.2, target=goal, max_local_steps=12, algorithms=("sgd", "mime")
+        digits, clients_per_round=0.2, batch_size=0.2, target=goal, local_steps=12, algorithms=("sgd", "mime")
     )
 
 

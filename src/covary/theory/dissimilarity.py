@@ -26,8 +26,7 @@ from covary.theory.oracle import Oracle
 TOLERANCE = 0.01  # of an eigenvalue
 SMALL = 256  # parameters up to which as many steps of Lanczos' method can be taken
 STEPS, FEW = 40, 8  # beyond that, and where each is costly
-PRODUCT = 12  # operations of a Hessian-vector product, for a parameter and an example
-CHEAP, AFFORDABLE = 5e11, 1e12  # operations: a few seconds, and some more
+CHEAP = AFFORDABLE = 1e12  # operations: some seconds
 SCREENED = 4096  # clients whose responses are looked at
 
 
@@ -219,7 +218,7 @@ def curvature(
     """
     oracle = Oracle.of(problem, weights, seed)
     x, d, before = oracle.at(x), oracle.start.size, oracle.cost
-    N, product = oracle.problem.n_clients, PRODUCT * d * oracle.problem.data.n_examples  # operations, for one vector
+    N, product = oracle.problem.n_clients, _operations(d) * oracle.problem.data.n_examples  # for one vector
     if clients is None:
         clients = N if N * product * STEPS <= CHEAP else 16
     steps = d if d <= SMALL else STEPS
@@ -303,7 +302,9 @@ def _apart_by_a_sample(
 ) -> tuple[np.ndarray, np.ndarray]:
     """‖∇²f_i - ∇²f‖ where ∇²f of all examples is costly: a sample of them leads to the directions, and the two clients
     that differ most, by the sample and by the response to a random vector, are then measured against all."""
-    examples = int(np.clip(AFFORDABLE / 10 / (PRODUCT * x.size * len(ids) * FEW), 256, oracle.problem.data.n_examples))
+    examples = int(
+        np.clip(AFFORDABLE / 10 / (_operations(x.size) * len(ids) * FEW), 256, oracle.problem.data.n_examples)
+    )
     own, reference = oracle.clients(ids), oracle.everyone(examples)[0]
     apart = lanczos(
         lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, reference), start, FEW, _norms_settled
@@ -334,7 +335,7 @@ def _lowest_of_all(
         return errors[0, 0] <= max(TOLERANCE * abs(values[0, 0]), floor)
 
     if product * steps > AFFORDABLE:  # a sample leads to the direction, from which few steps are taken on all examples
-        examples = int(np.clip(AFFORDABLE / 10 / (PRODUCT * x.size * steps), 256, oracle.problem.data.n_examples))
+        examples = int(np.clip(AFFORDABLE / 10 / (_operations(x.size) * steps), 256, oracle.problem.data.n_examples))
         reference = oracle.everyone(examples)[0]
         start = lanczos(lambda V: oracle.common_products(x, V, reference), start, steps, settled).vectors[:, 0]
         steps = int(np.clip(AFFORDABLE / 2 / product, 2, steps))
@@ -507,6 +508,11 @@ def optimum(
     }
     found = minimize(value_and_slope, x0.astype(float), jac=True, method="L-BFGS-B", options=dict(options))
     return found.x.astype(x0.dtype), float(np.linalg.norm(found.jac) / first) if first > 0 else 0.0
+
+
+def _operations(d: int) -> float:
+    """About as many as a Hessian-vector product of one example takes, with what a small model takes besides."""
+    return 12.0 * (d + 100)
 
 
 def _norms_settled(values: np.ndarray, errors: np.ndarray) -> bool:
