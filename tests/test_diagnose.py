@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import DATA, covary, needs_data, random_quadratics, small_logistic
-from test_dissimilarity import Linear, clients_of
+from test_dissimilarity import Linear, Normed, clients_of
 
 import covary as cv
 
@@ -87,14 +87,6 @@ def test_a_settled_K_is_kept():
 
 
 def test_batch_statistics_are_warned_of():
-    class Normed:
-        def init(self, key):
-            return jnp.ones(3)
-
-        def loss(self, w, batch):
-            z = batch[0] @ w
-            return jnp.mean(((z - z.mean()) / (z.std() + 0.1) - batch[1]) ** 2)
-
     d = cv.diagnose(cv.supervised(Normed(), clients_of([8, 8, 8])), **quick)
     assert any("BatchNorm" in text for text in d.warnings)
     assert np.isnan(d.sigma)

@@ -287,6 +287,17 @@ class Linear:
         return jnp.mean(self.of(x @ w - y))
 
 
+class Normed:
+    """A loss in which examples depend on each other, as under BatchNorm."""
+
+    def init(self, key):
+        return jnp.ones(3)
+
+    def loss(self, w, batch):
+        z = batch[0] @ w
+        return jnp.mean(((z - z.mean()) / (z.std() + 0.1) - batch[1]) ** 2)
+
+
 def clients_of(sizes, seed=0):
     rng = np.random.default_rng(seed)
     return cv.FederatedData.from_clients([(rng.normal(size=(n, 3)), rng.normal(size=n)) for n in sizes])
@@ -420,14 +431,6 @@ def test_clients_with_one_example_have_no_noise():
 
 
 def test_a_loss_that_mixes_examples_has_curvature_but_no_sigma():
-    class Normed:
-        def init(self, key):
-            return jnp.ones(3)
-
-        def loss(self, w, batch):
-            z = batch[0] @ w
-            return jnp.mean(((z - z.mean()) / (z.std() + 0.1) - batch[1]) ** 2)
-
     problem = cv.supervised(Normed(), clients_of([8, 8, 8]))
     found = theory.curvature(problem)
     beta, mu, delta, _, G = brute_force(problem, np.ones(3), np.full(3, 1 / 3))
