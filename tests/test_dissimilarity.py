@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import covary as cv
 from covary import theory
-from covary.theory import dissimilarity
+from covary.theory import hessians
 from covary.theory.oracle import Oracle
 
 
@@ -100,8 +100,8 @@ def test_the_hessian_of_a_sample_leads_to_that_of_all(monkeypatch):
     clients = [(rng.normal(0, 1 + i, (700, 3)) * [1, 2, 3], rng.integers(0, 3, 700)) for i in range(5)]
     problem = cv.supervised(cv.models.logistic_regression(3, 3), cv.FederatedData.from_clients(clients))
     all_of_them = theory.curvature(problem)
-    monkeypatch.setattr(dissimilarity, "CHEAP", 0.0)
-    monkeypatch.setattr(dissimilarity, "AFFORDABLE", 1e6)
+    monkeypatch.setattr(hessians, "CHEAP", 0.0)
+    monkeypatch.setattr(hessians, "AFFORDABLE", 1e6)
     some = theory.curvature(problem, clients=3)
     assert len(some.clients) == 3
     for name in ("beta", "delta"):

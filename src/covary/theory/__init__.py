@@ -3,18 +3,17 @@
 from covary.theory import rates
 from covary.theory.diagnose import Diagnosis, check_advice, diagnose
 from covary.theory.dissimilarity import (
-    Curvature,
-    Estimate,
     Gradients,
     Noise,
     control_lag,
-    curvature,
     envelope,
     gradient_dissimilarity,
     gradient_noise,
     lag_along,
     optimum,
 )
+from covary.theory.estimate import Estimate
+from covary.theory.hessians import Curvature, curvature
 
 __all__ = [
     "Curvature",

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from covary.theory import rates
-from covary.theory.dissimilarity import Curvature, Estimate, Gradients, Noise, envelope
+from covary.theory.dissimilarity import Gradients, Noise, envelope
+from covary.theory.estimate import Estimate
+from covary.theory.hessians import Curvature
 from covary.theory.oracle import Oracle
 from covary.theory.trial import Contest, Trial
 

@@ -19,7 +19,9 @@ from covary.problem import Problem
 from covary.simulate import simulate
 from covary.theory import rates
 from covary.theory.advice import Evidence, Point, cautions, predicted, reasons
-from covary.theory.dissimilarity import Estimate, curvature, gradient_dissimilarity, gradient_noise
+from covary.theory.dissimilarity import gradient_dissimilarity, gradient_noise
+from covary.theory.estimate import Estimate
+from covary.theory.hessians import curvature
 from covary.theory.oracle import Oracle
 from covary.theory.trial import Check, Contest, Trial, check, compete, maker, to_what_all_reached
 

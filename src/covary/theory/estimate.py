@@ -1,0 +1,42 @@
+"""A measured number with its error and its cost, and the refusal of what is no number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from covary.errors import CovaryError
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured number. `se` is 0 where nothing was sampled and nothing cut short."""
+
+    value: float
+    se: float = 0.0
+    cost: int = 0  # gradients of one example's loss
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}" + (f" ± {self.se:.2g}" if self.se > 0 else "")
+
+
+def mean_error(values: np.ndarray, weights: np.ndarray, left_out: float) -> float:
+    """The standard error of a weighted mean over a sample of the clients."""
+    if left_out <= 0:
+        return 0.0
+    values = values.astype(float)
+    return float(np.linalg.norm(weights * (values - weights @ values)) * np.sqrt(left_out))
+
+
+def refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
+    bad = ids[~np.isfinite(values)]
+    if bad.size:
+        raise CovaryError(
+            f"The {what} of client {bad[0]} ({len(bad)} of {len(ids)} clients) is NaN or infinite at this point: its "
+            "loss has no such derivative there, as a root or a norm at 0, or overflows. Measure at another x, scale "
+            "the data, or smooth the loss (jnp.sqrt(z + 1e-12), say)."
+        )
