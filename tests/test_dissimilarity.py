@@ -139,6 +139,21 @@ def test_one_odd_client_among_many_is_found():
         assert found.delta.value == pytest.approx(exact(A)[2], rel=0.01)
 
 
+def test_an_unmeasured_client_that_is_not_convex_is_within_the_error():
+    A = np.stack([np.diag([10.0 + i % 3, 1.0]) for i in range(20)])
+    A[7] = np.diag([9.0, -5.0])
+    weak = theory.curvature(cv.quadratics(A, np.zeros((20, 2))), clients=2).weak_convexity
+    assert weak.value + 2 * weak.se >= 5
+
+
+def test_every_one_of_many_small_clients_is_measured():
+    A = np.ones((4400, 1, 1))
+    A[4399] = 100
+    found = theory.curvature(cv.quadratics(A, np.zeros((4400, 1))))
+    assert len(found.clients) == 4400
+    assert found.beta.value == pytest.approx(100)
+
+
 def test_sigma_is_the_variance_over_all_batches():
     problem = small_logistic([4, 5, 6])
     x = problem.start(None, 0)[0] + 0.1

@@ -242,7 +242,7 @@ def cautions(e: Evidence) -> list[str]:
             "parts of one data set, so G is what chance makes it and vanishes with more data a client. There is little "
             "for SCAFFOLD to correct."
         )
-    if not e.goes_on:
+    if not e.goes_on and math.isfinite(e.trials["scaffold"].messages):
         told.append(
             "SCAFFOLD's step-size reached the target, but the run diverges if it goes on. Stop at the target, or use a "
             "step-size a factor of 3 smaller."

@@ -263,6 +263,9 @@ def _trajectory(contest: Contest, trial: Trial, seed: int) -> tuple[list[np.ndar
         simulate(algorithm, contest.problem, contest.trips, **settings)
         ends = sorted({max(1, end // 4), max(1, end)})
         points = [simulate(algorithm, contest.problem, r, eval_every=r, **settings).x for r in ends]
+    for warning in told:
+        if not issubclass(warning.category, DivergenceWarning):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return points, not any(issubclass(warning.category, DivergenceWarning) for warning in told)
 
 

@@ -20,7 +20,7 @@ TOLERANCE = 0.01  # of an eigenvalue
 SMALL = 256  # parameters up to which as many steps of Lanczos' method can be taken
 STEPS, FEW = 40, 8  # beyond that, and where each is costly
 CHEAP = AFFORDABLE = 1e12  # operations: some seconds
-SCREENED = 4096  # clients whose responses are looked at
+SCREENED, VECTORS = 65_536, 2  # clients whose responses are looked at, and to how many random vectors
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,14 @@ def curvature(
 
     before = oracle.cost
     mu, error = _lowest_of_all(oracle, x, random(1), steps, product, beta.value)
+    weak, open_end = max(0.0, lowest.value), lowest.se if lowest.value > 0 else 0.0
+    if others.delta is not None:  # of the unmeasured: no eigenvalue of ∇²f_i is below mu - delta
+        open_end = max(open_end, delta.value + delta.se - (mu - error) - weak)
     return Curvature(
         beta=beta,
         mu=Estimate(mu, error, oracle.cost - before),
         delta=delta,
-        weak_convexity=Estimate(max(0.0, lowest.value), lowest.se if lowest.value > 0 else 0.0, lowest.cost),
+        weak_convexity=Estimate(weak, open_end, lowest.cost),
         rounding=100 * float(np.finfo(x.dtype).eps) * beta.value,
         clients=ids,
         betas=alone.norms,
@@ -115,7 +118,7 @@ def curvature(
 
 
 class Responses(NamedTuple):
-    """How much clients' Hessians respond to one random vector: what is known of those that are not measured."""
+    """How much clients' Hessians respond to random vectors: what is known of those that are not measured."""
 
     measured: np.ndarray
     unmeasured: np.ndarray
@@ -129,13 +132,16 @@ class Others(NamedTuple):
 
 def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarray, Others]:
     """The clients to measure: half of them because they seem most curved or most different, half at random."""
-    ids = oracle.some_clients(SCREENED)
-    if most >= len(ids):
-        return ids, Others(None, None)
+    N = oracle.problem.n_clients
+    if most >= N:
+        return np.arange(N), Others(None, None)
+    ids = oracle.some_clients(max(SCREENED, most + 1))
     parts, w = oracle.clients(ids), oracle.p[ids] / oracle.p[ids].sum()
-    v = oracle.rng.normal(size=x.size).astype(x.dtype)
-    squares, _, mean = oracle.responses(x, v, parts, w, 0 * x)
-    _, deviations, _ = oracle.responses(x, v, parts, w, mean)
+    squares, deviations = np.zeros(len(ids)), np.zeros(len(ids))
+    for v in oracle.rng.normal(size=(VECTORS, x.size)).astype(x.dtype):
+        one, _, mean = oracle.responses(x, v, parts, w, 0 * x)
+        squares += one
+        deviations += oracle.responses(x, v, parts, w, mean)[1]
     refuse_nan(ids, squares, "Hessian")
     ranks = np.minimum(*(np.argsort(np.argsort(-response)) for response in (squares, deviations)))
     striking = np.zeros(len(ids), bool)
@@ -143,7 +149,15 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
     drawn = np.zeros(len(ids), bool)
     drawn[oracle.rng.choice(np.flatnonzero(~striking), most // 2, replace=False)] = True
     chosen = striking | drawn
-    known = (Responses(np.sqrt(r[chosen]), np.sqrt(r[~chosen]), drawn[chosen]) for r in (squares, deviations))
+    known = []
+    for response in (np.sqrt(squares), np.sqrt(deviations)):
+        unmeasured = response[~chosen]
+        if len(ids) < N:  # the largest of N exceeds that of fewer by so much, if the tail is exponential
+            ordered = np.sort(response)[::-1]
+            tail = max(1, len(ids) // 4)
+            beyond = ordered[0] + np.log(N / len(ids)) * (ordered[:tail].mean() - ordered[tail])
+            unmeasured = np.append(unmeasured, beyond)
+        known.append(Responses(response[chosen], unmeasured, drawn[chosen]))
     return ids[chosen], Others(*known)
 
 
