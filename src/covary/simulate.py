@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,16 +12,17 @@ import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
-from covary.data.folder import StreamedData
-from covary.devices import to_host
+from covary.checkpoint import Checkpoints, description, opened
+from covary.checks import whole
+from covary.engine import History, OnDevices, OutsideDevices
 from covary.errors import DivergenceWarning, refused
-from covary.job import CHUNK, Job, direction, initial, prepare, traffic
-from covary.plan import Plan
+from covary.interrupt import interruptions
+from covary.job import direction, prepare
 from covary.problem import Problem
 from covary.program import State
-from covary.rounds import compiled, compiled_warm_start
-from covary.store import DiskStore, HostStore, mean_control
-from covary.stream import Stream, streamed_loss
+from covary.store import mean_control
+
+SAVED = ("round", "average", "average_mass", "reached", "diverged")  # of a state, besides the server's and the clients'
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,8 @@ def simulate(
     devices: int | None = None,
     width: int | None = None,
     precision: str | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 100,
 ) -> Run:
     """Run an algorithm on a problem.
 
@@ -113,6 +114,10 @@ def simulate(
         width: how many clients a device works on at the same time; by default what is fastest.
         precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU; states, sums and
             evaluation keep theirs.
+        checkpoint: a folder to save the run in, every `checkpoint_every` rounds and at its end: the server's state,
+            every client's, the history. The same call with the same folder goes on from the last whole checkpoint,
+            with the numbers of a run that was never stopped; a finished run returns at once. Ctrl-C and SIGTERM then
+            end the run after the rounds under way, saved; a second one ends it at once, with the last checkpoint good.
 
     Returns:
         A `Run`. Its `history` has one row a round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
@@ -135,6 +140,7 @@ def simulate(
     """
     if log is not None and not callable(log):
         raise refused("log", "a function of (round, values)", type(log).__name__, "Try log=print.")
+    whole("checkpoint_every", checkpoint_every, 1)
     job = prepare(
         algorithm,
         problem,
@@ -157,8 +163,30 @@ def simulate(
     )
     history = History(log)
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    run = on_devices if job.program.resident else outside_devices
-    state, clients, seen = run(job, algorithm, problem, key, rounds, history)
+    engine = (OnDevices if job.program.resident else OutsideDevices)(job, algorithm, problem, key, rounds, history)
+    if checkpoint is None:
+        engine.advance(rounds, interrupted=lambda: False)
+    else:
+        about = description(
+            algorithm,
+            problem,
+            job.starts[0],
+            rounds=rounds,
+            clients_per_round=job.plan.cohort,
+            local_steps=local_steps,
+            local_epochs=local_epochs,
+            batch_size=batch_size,
+            seed=seed,
+            warm_start=bool(warm_start),
+            weights=weights,
+            target=target,
+            average=average,
+            eval_every=eval_every,
+            precision=precision,
+        )
+        with opened(checkpoint, about, job.plan.n_clients) as checkpoints:
+            _with_checkpoints(engine, checkpoints, checkpoint_every)
+    state, clients, seen = engine.small(), engine.clients(), engine.seen
 
     columns = history.columns()
     if algorithm.invariant is not None and history.rounds and np.isnan(columns["control_error"][-1]):
@@ -184,128 +212,35 @@ def simulate(
     )
 
 
-class History:
-    """The rows of a run so far, told to the user's `log` as they come."""
-
-    def __init__(self, log: Callable[[int, dict[str, float]], None] | None):
-        self.parts: list[dict[str, np.ndarray]] = []
-        self.log = log
-        self.rounds = 0
-
-    def add(self, rows: dict[str, Any], count: int, bytes_down: int, bytes_up: int) -> None:
-        """The first `count` rows of a chunk's records."""
-        rows = {name: np.asarray(values)[:count] for name, values in rows.items()}
-        rows["round"] = np.arange(self.rounds + 1, self.rounds + count + 1)
-        self.rounds += count
-        replied = (rows["cohort"] >= 0).sum(axis=1)
-        self.parts.append(rows | {"bytes_down": replied * bytes_down, "bytes_up": replied * bytes_up})
-        if self.log is not None:
-            for at, number in enumerate(rows["round"]):
-                told = {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"}
-                self.log(int(number), told)
-
-    def columns(self) -> dict[str, np.ndarray]:
-        names = ["round", *(name for name in self.parts[0] if name != "round")]
-        return {name: np.concatenate([part[name] for part in self.parts]) for name in names}
+def _with_checkpoints(engine: Any, checkpoints: Checkpoints, every: int) -> None:
+    """The run from its last checkpoint on, saved every so many rounds, at its end, and when it is asked to stop."""
+    saved = checkpoints.newest()
+    at = 0
+    if saved is not None:
+        at = saved.round
+        engine.restore(_state_from(engine.small(), saved.arrays), checkpoints.clients())
+        engine.history.restore({k[8:]: v for k, v in saved.arrays.items() if k.startswith("history.")})
+    with interruptions() as interruption:
+        while not engine.ended:
+            goal = min(engine.rounds, engine.done + every - engine.done % every)
+            engine.advance(goal, interruption.heard)
+            if engine.done == at and not engine.ended:
+                interruption.stop(checkpoints.folder, at)
+            arrays = _state_arrays(engine.small()) | {f"history.{k}": v for k, v in engine.history.columns().items()}
+            checkpoints.save(engine.done, arrays, engine.history.touched(at), engine.rows)
+            at = engine.done
+            if not engine.ended:
+                interruption.stop(checkpoints.folder, at)
 
 
-class Pace:
-    """How many rounds to ask for in one call: as many as take about half a second, so that progress is seen and an
-    interruption heard, and so that the host's part does not count."""
-
-    def __init__(self, most: int = CHUNK):
-        self.most, self.asked, self.since = most, 0, 0.0
-        self.calls = 0
-
-    def rounds(self) -> int:
-        """For the next call, which begins now."""
-        now = time.perf_counter()
-        if self.calls < 2:  # the first compiles, the second can be timed
-            self.asked = 1
-        else:
-            self.asked = int(np.clip(0.5 * self.asked / (now - self.since), 1, self.most))
-        self.calls, self.since = self.calls + 1, now
-        return self.asked
+def _state_arrays(small: State) -> dict[str, np.ndarray]:
+    server = {f"server.{name}": getattr(small.server, name) for name in small.server._fields}
+    return server | {name: np.asarray(getattr(small, name)) for name in SAVED}
 
 
-def on_devices(
-    job: Job, algorithm: Algorithm, problem: Problem, key: np.ndarray, rounds: int, history: History
-) -> tuple[State, Any, None]:
-    """The run with all client states on the devices, in compiled chunks of rounds."""
-    program, world, numbers = job.program, job.world, dict(algorithm.numbers)
-    state = initial(algorithm, job)
-    down, up = traffic(algorithm, algorithm.trips(job.plan.steps_on_wire), job.starts[0])
-    done = 0
-    for cohort in job.visits:
-        state, row = compiled_warm_start(program)(numbers, state, key, done + 1, cohort, world)
-        row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": _padded(cohort, job.plan)}
-        history.add(row, int(state.round) - done, *traffic(algorithm, (algorithm.warm_start,), job.starts[0]))
-        done = int(state.round)
-        if state.diverged:
-            break
-    pace = Pace()
-    while done < rounds and not (state.reached or state.diverged):
-        until = min(rounds, done + pace.rounds())
-        state, rows = compiled(program)(numbers, state, key, until, rounds, world)
-        rows, after = jax.device_get((rows, state.round))  # all at once: each copy from a GPU has to be waited for
-        history.add(rows, int(after) - done, down, up)
-        done = int(after)
-    clients = jax.tree.map(lambda leaf: leaf[: job.plan.n_clients], to_host(state.clients))
-    return to_host(state._replace(clients=None)), clients, None
-
-
-def outside_devices(
-    job: Job, algorithm: Algorithm, problem: Problem, key: np.ndarray, rounds: int, history: History
-) -> tuple[State, Any, np.ndarray | None]:
-    """The run with client states in a store, or with streamed data: one compiled round after the other."""
-    x = job.starts[0]
-    row = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), algorithm.init_client(x))
-    if job.store == "host":
-        store = HostStore(row, job.plan.n_clients)
-    else:
-        store = DiskStore(row, job.plan.n_clients, None if job.store == "disk" else Path(job.store))
-    trips = algorithm.trips(job.plan.steps_on_wire)
-    bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
-    start = initial(algorithm, job)._replace(clients=None)
-    program = job.program
-
-    def due(r: int) -> bool:
-        return r % program.eval_every == 0 or r == rounds
-
-    def pass_over_data(r: int, state: State) -> dict[str, Any]:
-        """What the host measures itself: the loss of streamed data, where it was asked for."""
-        if not isinstance(problem.data, StreamedData) or not job.passes or not due(r):
-            return {}
-        points = {"loss": state.server[0]} | ({"average_loss": state.average} if program.average else {})
-        return {name: streamed_loss(program, problem.data, job.layout.p, x) for name, x in points.items()}
-
-    measured_here = ("loss", "average_loss") if program.average else ("loss",)
-    unmeasured = dict.fromkeys(measured_here, np.nan) if job.passes else {}
-    stream = Stream(program, job.world, problem.data, store)
-    final = start
-    with contextlib.closing(stream.rounds(algorithm, start, key, job.visits, rounds, pass_over_data)) as handed_out:
-        for state, record, cohort, warm in handed_out:
-            state = to_host(state._replace(clients=None))
-            row = unmeasured | {name: value for name, value in record.items() if name != "cohort"}
-            row = {name: np.asarray(value)[None] for name, value in row.items()} | {"cohort": _padded(cohort, job.plan)}
-            good = not (job.passes and due(history.rounds + 1)) or np.isfinite(row["loss"][0])
-            history.add(row, int(state.round) - history.rounds if good else 0, *bytes_of[warm])
-            if not good:
-                final = final._replace(diverged=np.asarray(True))
-                break
-            final = state
-            judged = job.passes and not warm and not state.diverged
-            if judged and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
-                final = state._replace(reached=np.asarray(True))
-            if final.reached or final.diverged:
-                break
-    if isinstance(store, DiskStore):
-        store.save_places()
-    return final, store.clients, getattr(store, "seen", None)
-
-
-def _padded(cohort: np.ndarray, plan: Plan) -> np.ndarray:
-    return np.pad(cohort, (0, plan.cohort - len(cohort)), constant_values=-1)[None]
+def _state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
+    server = type(like.server)(*(arrays[f"server.{name}"] for name in like.server._fields))
+    return like._replace(server=server, **{name: arrays[name] for name in SAVED})
 
 
 def _divergence(algorithm: Algorithm, round: int) -> str:

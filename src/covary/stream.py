@@ -39,22 +39,25 @@ class Stream:
         state: State,
         key: np.ndarray,
         visits: list[np.ndarray],
+        first: int,
+        until: int,
         last: int,
         evaluate: Callable[[int, State], dict[str, Any]],
     ) -> Generator[tuple[State, dict[str, Any], np.ndarray, bool]]:
-        """The state and record after each round, with its cohort and whether it was one of the warm start.
+        """The state and record after each round from `first` to `until`, with its cohort and whether it was one of the
+        warm start. Round `last` is the run's last, which is measured whatever the cadence.
 
         A round is handed out when the next one is under way, unless `evaluate` has to look at every state.
         """
         numbers = dict(algorithm.numbers)
-        cohorts = self._cohorts(key, visits, last)
+        cohorts = self._cohorts(key, visits, first, until)
         cohort = next(cohorts)
         ahead = self.thread.submit(self._read, cohort)
         done: tuple[State, dict[str, Any], np.ndarray, bool] | None = None  # the last round, if not handed out
         unwritten: tuple[np.ndarray, Any] | None = None  # the last round's rows: they may still be computing
         writes: list[concurrent.futures.Future[None]] = []
         try:
-            for r in range(1, last + 1):
+            for r in range(first, until + 1):
                 rows, world = ahead.result()
                 if unwritten is not None:
                     rows = self._carried_over(rows, cohort, *unwritten)
@@ -79,7 +82,7 @@ class Stream:
                 if seen:  # by the host, which may end the run here
                     yield done
                     done = None
-                if r < last:
+                if r < until:
                     cohort = next(cohorts)
                     ahead = self.thread.submit(self._read, cohort)
             if done is not None:
@@ -91,11 +94,11 @@ class Stream:
             for write in writes:
                 write.result()
 
-    def _cohorts(self, key: np.ndarray, visits: list[np.ndarray], last: int) -> Iterator[np.ndarray]:
-        yield from visits
-        for first in range(len(visits) + 1, last + 1, AHEAD):
-            drawn = np.asarray(compiled_sample(self.program.plan)(key, np.arange(first, first + AHEAD)))
-            yield from drawn[: last + 1 - first]
+    def _cohorts(self, key: np.ndarray, visits: list[np.ndarray], first: int, until: int) -> Iterator[np.ndarray]:
+        yield from visits[first - 1 : until]
+        for r in range(max(first, len(visits) + 1), until + 1, AHEAD):
+            drawn = np.asarray(compiled_sample(self.program.plan)(key, np.arange(r, r + AHEAD)))
+            yield from drawn[: until + 1 - r]
 
     def _read(self, cohort: np.ndarray) -> tuple[Any, World]:
         """The cohort's states, and the world with the cohort's layout and data."""

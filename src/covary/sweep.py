@@ -13,12 +13,12 @@ import numpy as np
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.devices import memory
+from covary.engine import Pace
 from covary.errors import CovaryError, refused
 from covary.job import Job, direction, initial, prepare
 from covary.problem import Problem
 from covary.program import State
 from covary.rounds import compiled_sweep, compiled_warm_start
-from covary.simulate import Pace
 
 LAP = (
     25  # rounds between two looks at a race: a fixed number, so that its result does not depend on the machine's speed

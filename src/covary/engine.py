@@ -1,0 +1,225 @@
+"""The two ways a run goes: with all client states on the devices, or with a store outside them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from covary.algorithm import Algorithm
+from covary.data.folder import StreamedData
+from covary.devices import AXIS, lay_out, to_host
+from covary.job import CHUNK, Job, initial, traffic
+from covary.plan import Plan
+from covary.problem import Problem
+from covary.program import State
+from covary.rounds import compiled, compiled_warm_start
+from covary.store import DiskStore, HostStore
+from covary.stream import Stream, streamed_loss
+
+
+class History:
+    """The rows of a run so far, told to the user's `log` as they come."""
+
+    def __init__(self, log: Callable[[int, dict[str, float]], None] | None):
+        self.parts: list[dict[str, np.ndarray]] = []
+        self.log = log
+        self.rounds = 0
+
+    def add(self, rows: dict[str, Any], count: int, bytes_down: int, bytes_up: int) -> None:
+        """The first `count` rows of a chunk's records."""
+        rows = {name: np.asarray(values)[:count] for name, values in rows.items()}
+        rows["round"] = np.arange(self.rounds + 1, self.rounds + count + 1)
+        self.rounds += count
+        replied = (rows["cohort"] >= 0).sum(axis=1)
+        self.parts.append(rows | {"bytes_down": replied * bytes_down, "bytes_up": replied * bytes_up})
+        if self.log is not None:
+            for at, number in enumerate(rows["round"]):
+                told = {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"}
+                self.log(int(number), told)
+
+    def restore(self, columns: dict[str, np.ndarray]) -> None:
+        """Begin with the rows of an earlier call."""
+        if columns:
+            self.parts, self.rounds = [columns], len(columns["round"])
+
+    def touched(self, since: int) -> np.ndarray:
+        """The clients that took part after round `since`."""
+        cohorts = [part["cohort"][part["round"] > since] for part in self.parts]
+        clients = np.unique(np.concatenate([cohort.ravel() for cohort in cohorts])) if cohorts else np.empty(0, int)
+        return clients[clients >= 0]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        if not self.parts:
+            return {}
+        names = ["round", *(name for name in self.parts[0] if name != "round")]
+        return {name: np.concatenate([part[name] for part in self.parts]) for name in names}
+
+
+class Pace:
+    """How many rounds to ask for in one call: as many as take about half a second, so that progress is seen and an
+    interruption heard, and so that the host's part does not count."""
+
+    def __init__(self, most: int = CHUNK):
+        self.most, self.asked, self.since = most, 0, 0.0
+        self.calls = 0
+
+    def rounds(self) -> int:
+        """For the next call, which begins now."""
+        now = time.perf_counter()
+        if self.calls < 2:  # the first compiles, the second can be timed
+            self.asked = 1
+        else:
+            self.asked = int(np.clip(0.5 * self.asked / (now - self.since), 1, self.most))
+        self.calls, self.since = self.calls + 1, now
+        return self.asked
+
+
+class Engine:
+    """A run under way: its state, which `advance` takes on by some rounds, and its history."""
+
+    state: State
+    seen: np.ndarray | None = None  # which clients have a state of their own, where that is known
+
+    def __init__(self, job: Job, algorithm: Algorithm, problem: Problem, key: np.ndarray, rounds: int, log: History):
+        self.job, self.algorithm, self.problem, self.key = job, algorithm, problem, key
+        self.rounds, self.history = rounds, log
+        x, trips = job.starts[0], algorithm.trips(job.plan.steps_on_wire)
+        self.bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
+
+    @property
+    def done(self) -> int:
+        return int(self.state.round)
+
+    @property
+    def ended(self) -> bool:
+        return self.done >= self.rounds or bool(self.state.reached) or bool(self.state.diverged)
+
+    def small(self) -> State:
+        """The state without the clients', in NumPy."""
+        return to_host(self.state._replace(clients=None))
+
+
+class OnDevices(Engine):
+    """With all client states on the devices, in compiled chunks of rounds."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.state = initial(self.algorithm, self.job)
+        self.pace = Pace()
+
+    def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
+        """Go on until that round, the end, or an interruption."""
+        job, program, numbers = self.job, self.job.program, dict(self.algorithm.numbers)
+        while self.done < until and not self.ended and not interrupted():
+            before = self.done
+            if before < len(job.visits):
+                cohort = job.visits[before]
+                warm = compiled_warm_start(program)
+                self.state, row = warm(numbers, self.state, self.key, before + 1, cohort, job.world)
+                rows = {name: np.asarray(value)[None] for name, value in row.items()}
+                rows |= {"cohort": _padded(cohort, job.plan)}
+                self.history.add(rows, self.done - before, *self.bytes_of[True])
+                continue
+            goal = min(until, before + self.pace.rounds())
+            self.state, rows = compiled(program)(numbers, self.state, self.key, goal, self.rounds, job.world)
+            rows, after = jax.device_get((rows, self.state.round))  # at once: each copy from a GPU has to be waited for
+            self.history.add(rows, int(after) - before, *self.bytes_of[False])
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
+        """The states of some clients, field by field."""
+        return [np.asarray(jax.device_get(leaf[ids])) for leaf in jax.tree.leaves(self.state.clients)]
+
+    def restore(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+        """Put back what was saved."""
+        fields, form = jax.tree.flatten(to_host(self.state.clients))
+        fields = [np.array(field) for field in fields]
+        for ids, rows in clients:
+            for field, row in zip(fields, rows, strict=True):
+                field[ids] = row
+        place = self.job.program.place
+        self.state = lay_out(place, small._replace(clients=None))._replace(
+            clients=lay_out(place, jax.tree.unflatten(form, fields), PartitionSpec(AXIS))
+        )
+
+    def clients(self) -> Any:
+        return jax.tree.map(lambda leaf: leaf[: self.job.plan.n_clients], to_host(self.state.clients))
+
+
+class OutsideDevices(Engine):
+    """With client states in a store, or with streamed data: one compiled round after the other."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        job, x = self.job, self.job.starts[0]
+        row = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), self.algorithm.init_client(x))
+        if job.store == "host":
+            self.store: Any = HostStore(row, job.plan.n_clients)
+        else:
+            self.store = DiskStore(row, job.plan.n_clients, None if job.store == "disk" else Path(job.store))
+        self.state = initial(self.algorithm, job)._replace(clients=None)
+        self.form = jax.tree.structure(row)
+
+    def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
+        """Go on until that round or the end; it cannot be interrupted in between, as rounds overlap."""
+        job, algorithm, program, problem, rounds = self.job, self.algorithm, self.job.program, self.problem, self.rounds
+
+        def due(r: int) -> bool:
+            return r % program.eval_every == 0 or r == rounds
+
+        def pass_over_data(r: int, state: State) -> dict[str, Any]:
+            """What the host measures itself: the loss of streamed data, where it was asked for."""
+            if not isinstance(problem.data, StreamedData) or not job.passes or not due(r):
+                return {}
+            points = {"loss": state.server[0]} | ({"average_loss": state.average} if program.average else {})
+            return {name: streamed_loss(program, problem.data, job.layout.p, x) for name, x in points.items()}
+
+        measured_here = ("loss", "average_loss") if program.average else ("loss",)
+        unmeasured = dict.fromkeys(measured_here, np.nan) if job.passes else {}
+        stream = Stream(program, job.world, problem.data, self.store)
+        going = stream.rounds(algorithm, self.state, self.key, job.visits, self.done + 1, until, rounds, pass_over_data)
+        with contextlib.closing(going) as handed_out:
+            for state, record, cohort, warm in handed_out:
+                state = to_host(state._replace(clients=None))
+                row = unmeasured | {name: value for name, value in record.items() if name != "cohort"}
+                row = {name: np.asarray(value)[None] for name, value in row.items()}
+                row |= {"cohort": _padded(cohort, job.plan)}
+                good = not (job.passes and due(self.history.rounds + 1)) or np.isfinite(row["loss"][0])
+                self.history.add(row, int(state.round) - self.history.rounds if good else 0, *self.bytes_of[warm])
+                if not good:
+                    self.state = self.state._replace(diverged=np.asarray(True))
+                    break
+                self.state = state
+                judged = job.passes and not warm and not state.diverged
+                if judged and job.goal is not None and job.goal[1] * (row["loss"][0] - job.goal[2]) >= 0:
+                    self.state = state._replace(reached=np.asarray(True))
+                if self.state.reached or self.state.diverged:
+                    break
+        if isinstance(self.store, DiskStore):
+            self.store.save_places()
+            self.seen = self.store.seen
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
+        """The states of some clients, field by field."""
+        return jax.tree.leaves(self.store.read(ids))
+
+    def restore(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+        """Put back what was saved."""
+        for ids, rows in clients:
+            self.store.write(ids, jax.tree.unflatten(self.form, rows))
+        self.state = small
+        if isinstance(self.store, DiskStore):
+            self.seen = self.store.seen
+
+    def clients(self) -> Any:
+        return self.store.clients
+
+
+def _padded(cohort: np.ndarray, plan: Plan) -> np.ndarray:
+    return np.pad(cohort, (0, plan.cohort - len(cohort)), constant_values=-1)[None]
