@@ -23,9 +23,11 @@ from covary.algorithm import Algorithm
 from covary.durable import Damaged, File, held
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
+from covary.program import State
 
 FORMAT = 1
 KEPT = 2
+SAVED = ("round", "average", "average_mass", "reached", "diverged")  # of a state, besides server and clients
 SEGMENT_BYTES = 2**28  # of client states in one file
 ANEW = 2  # times as many rows as there are clients: then all are written anew
 
@@ -81,10 +83,14 @@ class Checkpoints:
         arrays: dict[str, np.ndarray],
         changed: np.ndarray,
         rows: Callable[[np.ndarray], list[np.ndarray]],
+        anew: bool = False,
     ) -> None:
-        """Write a checkpoint; `rows` gives the states of the clients it is asked for."""
-        segments = list(self.segments)
-        count = self.rows + len(changed)
+        """Write a checkpoint; `rows` gives the states of the clients it is asked for.
+
+        Only those of the clients that changed since the last one are written, unless all began anew.
+        """
+        segments, count = ([], 0) if anew else (list(self.segments), self.rows)
+        count += len(changed)
         if count > ANEW * self.n_clients:
             changed = np.unique(np.concatenate([changed, *(ids for ids, _ in self._read(segments))]))
             segments, count = [], len(changed)
@@ -140,6 +146,18 @@ class Checkpoints:
                 f"{self.folder} holds checkpoints of another run: {'; '.join(apart)}. Resume with the same settings "
                 "and data, or give another folder."
             )
+
+
+def state_arrays(small: State) -> dict[str, np.ndarray]:
+    """A state without the clients', by name."""
+    server = {f"server.{name}": getattr(small.server, name) for name in small.server._fields}
+    return server | {f"state.{name}": np.asarray(getattr(small, name)) for name in SAVED}
+
+
+def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
+    """The state of another with what was saved."""
+    server = type(like.server)(*(arrays[f"server.{name}"] for name in like.server._fields))
+    return like._replace(server=server, **{name: arrays[f"state.{name}"] for name in SAVED})
 
 
 @contextlib.contextmanager

@@ -12,17 +12,14 @@ import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
-from covary.checkpoint import Checkpoints, description, opened
+from covary.checkpoint import Checkpoints, description, opened, state_arrays, state_from
 from covary.checks import whole
 from covary.engine import History, OnDevices, OutsideDevices
 from covary.errors import DivergenceWarning, refused
 from covary.interrupt import interruptions
 from covary.job import direction, prepare
 from covary.problem import Problem
-from covary.program import State
 from covary.store import mean_control
-
-SAVED = ("round", "average", "average_mass", "reached", "diverged")  # of a state, besides the server's and the clients'
 
 
 @dataclass(frozen=True)
@@ -218,7 +215,7 @@ def _with_checkpoints(engine: Any, checkpoints: Checkpoints, every: int) -> None
     at = 0
     if saved is not None:
         at = saved.round
-        engine.restore(_state_from(engine.small(), saved.arrays), checkpoints.clients())
+        engine.restore(state_from(engine.small(), saved.arrays), checkpoints.clients())
         engine.history.restore({k[8:]: v for k, v in saved.arrays.items() if k.startswith("history.")})
     with interruptions() as interruption:
         while not engine.ended:
@@ -226,21 +223,11 @@ def _with_checkpoints(engine: Any, checkpoints: Checkpoints, every: int) -> None
             engine.advance(goal, interruption.heard)
             if engine.done == at and not engine.ended:
                 interruption.stop(checkpoints.folder, at)
-            arrays = _state_arrays(engine.small()) | {f"history.{k}": v for k, v in engine.history.columns().items()}
+            arrays = state_arrays(engine.small()) | {f"history.{k}": v for k, v in engine.history.columns().items()}
             checkpoints.save(engine.done, arrays, engine.history.touched(at), engine.rows)
             at = engine.done
             if not engine.ended:
                 interruption.stop(checkpoints.folder, at)
-
-
-def _state_arrays(small: State) -> dict[str, np.ndarray]:
-    server = {f"server.{name}": getattr(small.server, name) for name in small.server._fields}
-    return server | {name: np.asarray(getattr(small, name)) for name in SAVED}
-
-
-def _state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
-    server = type(like.server)(*(arrays[f"server.{name}"] for name in like.server._fields))
-    return like._replace(server=server, **{name: arrays[name] for name in SAVED})
 
 
 def _divergence(algorithm: Algorithm, round: int) -> str:

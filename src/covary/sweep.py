@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
+from covary.checkpoint import Checkpoints, description, opened, state_arrays, state_from
 from covary.checks import whole
-from covary.devices import memory
+from covary.devices import AXIS, lay_out, memory, to_host
 from covary.engine import Pace
 from covary.errors import CovaryError, refused
+from covary.interrupt import interruptions
 from covary.job import Job, direction, initial, prepare
 from covary.problem import Problem
 from covary.program import State
@@ -98,6 +102,8 @@ def sweep(
     devices: int | None = None,
     width: int | None = None,
     precision: str | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 100,
 ) -> Sweep:
     """Run an algorithm at every point of a grid, with every seed, as one compiled program.
 
@@ -117,6 +123,7 @@ def sweep(
             that were still running are marked "outpaced".
         at_once: how many points to run at a time; by default as many as fit into memory.
         log: called as `log(round, values)` after each chunk of rounds, with how many members are still `running`.
+        checkpoint, checkpoint_every: as in `simulate`, for all members together.
 
     Returns:
         A `Sweep`: its `table` has one row for each point and seed (the point's numbers, `seed`, `rounds` done,
@@ -166,73 +173,163 @@ def sweep(
         precision=precision,
         members=len(points),
     )
-    groups = _groups(len(points), len(seeds), job, algorithms[0], at_once)
-    curves: dict[str, np.ndarray] = {}
-    table: list[dict[str, Any]] = []
-    best = np.inf  # mean rounds of the best point so far
-    for group in groups:
-        states, parts, best = _run(job, [algorithms[p] for p in group], seeds, rounds, best if race else None, log)
-        for name, values in parts.items():
-            curve = curves.setdefault(name, np.full((len(points), len(seeds), rounds), np.nan))
-            curve[group, :, : values.shape[2]] = values
-        table += [
-            _row(
-                points[p],
-                seed,
-                states,
-                (s, at),
-                {name: curve[p, s] for name, curve in curves.items()},
-                job.program.evaluated,
-                rounds,
-            )
-            for at, p in enumerate(group)
-            for s, seed in enumerate(seeds)
-        ]
-    return Sweep(points, seeds, table, curves, job.program.evaluated, target)
+    whole("checkpoint_every", checkpoint_every, 1)
+    going = Members(job, algorithms, seeds, rounds, race, _groups(len(points), len(seeds), job, algorithms[0], at_once))
+    if checkpoint is None:
+        while not going.ended:
+            going.advance(rounds, lambda: False, log)
+    else:
+        about = description(
+            algorithms[0],
+            problem,
+            np.stack(job.starts),
+            points=points,
+            seeds=seeds,
+            rounds=rounds,
+            clients_per_round=job.plan.cohort,
+            local_steps=local_steps,
+            local_epochs=local_epochs,
+            batch_size=batch_size,
+            warm_start=bool(warm_start),
+            weights=weights,
+            target=target,
+            eval_every=eval_every,
+            race=race,
+            groups=going.groups,
+            precision=precision,
+        )
+        with opened(checkpoint, about, job.plan.n_clients) as checkpoints:
+            _with_checkpoints(going, checkpoints, checkpoint_every, log)
+    table = [
+        _row(point, seed, going, (p, s), job.program.evaluated)
+        for p, point in enumerate(points)
+        for s, seed in enumerate(seeds)
+    ]
+    return Sweep(points, seeds, table, going.curves, job.program.evaluated, target)
 
 
-def _run(
-    job: Job, algorithms: list[Algorithm], seeds: list[int], rounds: int, to_beat: float | None, log: Any
-) -> tuple[State, dict[str, np.ndarray], float]:
-    """One group of points, all seeds: the final states, the curves, and the best mean rounds to the target yet."""
-    x = job.starts[0]
-    numbers = {name: np.array([a.numbers[name] for a in algorithms], x.dtype) for name in algorithms[0].numbers}
-    keys = np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
-    states = initial(algorithms[0], job, points=len(algorithms))
+class Members:
+    """The members of a sweep under way: groups of points one after the other, all seeds of a group at once."""
 
-    chunks: list[dict[str, np.ndarray]] = []
-    done = 0
+    def __init__(
+        self, job: Job, algorithms: list[Algorithm], seeds: list[int], rounds: int, race: bool, groups: list[list[int]]
+    ):
+        self.job, self.algorithms, self.rounds, self.race, self.groups = job, algorithms, rounds, race, groups
+        self.keys = np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
+        shape = (len(algorithms), len(seeds))
+        self.curves: dict[str, np.ndarray] = {}  # (points, seeds, rounds), NaN where a member had ended
+        self.done_by = np.zeros(shape, int)  # rounds of each member
+        self.reached, self.diverged = np.zeros(shape, bool), np.zeros(shape, bool)
+        self.group, self.pace = 0, Pace()
+        self._begin()
 
-    def keep(records: dict[str, Any], count: int, alive: np.ndarray) -> None:
+    def _begin(self) -> None:
+        """The first round of a group lies ahead."""
+        chosen = [self.algorithms[p] for p in self.groups[self.group]]
+        x = self.job.starts[0]
+        self.numbers = {name: np.array([a.numbers[name] for a in chosen], x.dtype) for name in chosen[0].numbers}
+        self.states = initial(chosen[0], self.job, points=len(chosen))
+        self.done, self.touched = 0, np.empty(0, int)
+
+    @property
+    def ended(self) -> bool:
+        return self.group == len(self.groups)
+
+    def advance(self, until: int, interrupted: Callable[[], bool], log: Any) -> None:
+        """Take the group on to a round, or to its end; the next one is begun then."""
+        job, program = self.job, self.job.program
+        while not interrupted():
+            alive = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
+            if self.done < len(job.visits):
+                cohort, warm = job.visits[self.done], compiled_warm_start(program, sweep=True)
+                given = (self.numbers, self.states, self.keys, self.done + 1, cohort, job.world)
+                self.states, record = warm(*given)
+                self._keep({name: np.asarray(value)[None] for name, value in record.items()}, 1, alive, cohort)
+            else:
+                count = min(self.pace.rounds(), self.rounds - self.done, LAP - self.done % LAP, until - self.done)
+                given = (self.numbers, self.states, self.keys, self.done, self.done + count, self.rounds, job.world)
+                self.states, records = compiled_sweep(program)(*given)
+                self._keep(records, count, alive, np.asarray(records["cohort"])[:count])
+                running = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
+                if log is not None:
+                    log(self.done, {"running": float(running.sum())})
+                decided = self.race and self.done % LAP == 0 and _decided(self.states, self._to_beat())
+                if self.done == self.rounds or not running.any() or decided:
+                    self.group += 1
+                    if not self.ended:
+                        self._begin()
+                    return
+            if self.done >= until:
+                return
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All but the clients' states, for a checkpoint."""
+        mine = {name: getattr(self, name) for name in ("done_by", "reached", "diverged")}
+        mine |= {"group": np.asarray(self.group), "done": np.asarray(self.done)}
+        mine |= {f"curve.{name}": curve for name, curve in self.curves.items()}
+        return mine if self.ended else mine | state_arrays(to_host(self.states._replace(clients=None)))
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
+        """The states of some clients, field by field, of all members."""
+        leaves = jax.tree.leaves(self.states.clients)
+        return [np.moveaxis(np.asarray(jax.device_get(leaf[:, :, ids])), 2, 0) for leaf in leaves]
+
+    def restore(self, arrays: dict[str, np.ndarray], clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+        """Put back what was saved."""
+        for name in ("done_by", "reached", "diverged"):
+            setattr(self, name, np.array(arrays[name]))
+        self.curves = {name[6:]: np.array(value) for name, value in arrays.items() if name.startswith("curve.")}
+        self.group = int(arrays["group"])
+        if self.ended:
+            return
+        self._begin()
+        self.done = int(arrays["done"])
+        fields, form = jax.tree.flatten(to_host(self.states.clients))
+        fields = [np.array(everyone) for everyone in fields]
+        for ids, rows in clients:
+            for everyone, row in zip(fields, rows, strict=True):
+                everyone[:, :, ids] = np.moveaxis(row, 0, 2)
+        place, spec = self.job.program.place, PartitionSpec(None, None, AXIS)
+        small = state_from(to_host(self.states._replace(clients=None)), arrays)
+        self.states = lay_out(place, small)._replace(clients=lay_out(place, jax.tree.unflatten(form, fields), spec))
+
+    def _to_beat(self) -> float:
+        """The mean rounds of the best point of the groups before."""
+        before = [p for group in self.groups[: self.group] for p in group]
+        return float(np.where(self.reached, self.done_by, np.inf)[before].mean(axis=1).min(initial=np.inf))
+
+    def _keep(self, records: dict[str, Any], count: int, alive: np.ndarray, cohorts: np.ndarray) -> None:
         """Curves as (points, seeds, rounds), NaN for the rounds of members that had ended."""
-        values = {k: np.array(v)[:count] for k, v in records.items() if k != "cohort"}
-        numbered = done + 1 + np.arange(count)
-        went_on = numbered[:, None, None] <= np.where(alive, np.asarray(states.round), done)
-        chunks.append({k: np.where(went_on, v, np.nan).transpose(2, 1, 0) for k, v in values.items()})
+        group = self.groups[self.group]
+        numbered = self.done + 1 + np.arange(count)
+        went_on = numbered[:, None, None] <= np.where(alive, np.asarray(self.states.round), self.done)
+        for name, values in records.items():
+            if name != "cohort":
+                shape = (len(self.algorithms), len(self.keys), self.rounds)
+                curve = self.curves.setdefault(name, np.full(shape, np.nan))
+                seen = np.where(went_on, np.array(values)[:count], np.nan)
+                curve[group, :, self.done : self.done + count] = seen.transpose(2, 1, 0)
+        self.done += count
+        self.touched = np.union1d(self.touched, cohorts)
+        for mine, theirs in (("done_by", "round"), ("reached", "reached"), ("diverged", "diverged")):
+            getattr(self, mine)[group] = np.asarray(getattr(self.states, theirs)).T
 
-    for cohort in job.visits:
-        alive = ~np.asarray(states.diverged)
-        warm = compiled_warm_start(job.program, sweep=True)
-        states, record = warm(numbers, states, keys, done + 1, cohort, job.world)
-        keep({name: np.asarray(value)[None] for name, value in record.items()}, 1, alive)
-        done += 1
-    pace = Pace()
-    while done < rounds:
-        alive = ~(np.asarray(states.reached) | np.asarray(states.diverged))
-        count = min(pace.rounds(), rounds - done, LAP - done % LAP)
-        states, records = compiled_sweep(job.program)(numbers, states, keys, done, done + count, rounds, job.world)
-        keep(records, count, alive)
-        done += count
-        ended = np.asarray(states.reached) | np.asarray(states.diverged)
-        if log is not None:
-            log(done, {"running": float((~ended).sum())})
-        if ended.all():
-            break
-        if to_beat is not None and done % LAP == 0 and _decided(states, to_beat):
-            break
-    curves = {name: np.concatenate([part[name] for part in chunks], axis=2) for name in chunks[0]}
-    finished = np.where(states.reached, states.round, np.inf).mean(axis=0).min()
-    return jax.tree.map(np.asarray, states._replace(clients=None)), curves, min(finished, to_beat or np.inf)
+
+def _with_checkpoints(members: Members, checkpoints: Checkpoints, every: int, log: Any) -> None:
+    """The sweep from its last checkpoint on, saved every so many rounds and when it is asked to stop."""
+    saved = checkpoints.newest()
+    if saved is not None:
+        members.restore(saved.arrays, checkpoints.clients())
+    group = members.group
+    with interruptions() as interruption:
+        while not members.ended:
+            members.advance(members.done + every - members.done % every, interruption.heard, log)
+            touched = members.touched if not members.ended else np.empty(0, int)
+            number = members.group * members.rounds + members.done * (not members.ended)
+            checkpoints.save(number, members.arrays(), touched, members.rows, anew=members.group != group)
+            members.touched, group = np.empty(0, int), members.group
+            if not members.ended:
+                interruption.stop(checkpoints.folder, members.done)
 
 
 def _decided(states: State, to_beat: float) -> bool:
@@ -288,16 +385,11 @@ def _groups(n_points: int, n_seeds: int, job: Job, algorithm: Algorithm, at_once
 
 
 def _row(
-    point: dict[str, float],
-    seed: int,
-    states: State,
-    at: tuple[int, int],
-    curves: dict[str, np.ndarray],
-    metrics: Sequence[str],
-    rounds: int,
+    point: dict[str, float], seed: int, members: Members, at: tuple[int, int], metrics: Sequence[str]
 ) -> dict[str, Any]:
-    done, reached, diverged = int(states.round[at]), bool(states.reached[at]), bool(states.diverged[at])
-    outcome = "target" if reached else "diverged" if diverged else "finished" if done == rounds else "outpaced"
+    done, reached, diverged = int(members.done_by[at]), bool(members.reached[at]), bool(members.diverged[at])
+    finished = done == members.rounds
+    outcome = "target" if reached else "diverged" if diverged else "finished" if finished else "outpaced"
     row = {
         **point,
         "seed": seed,
@@ -306,8 +398,8 @@ def _row(
         "reached": done if reached else None,
         "diverged": done + 1 if diverged else None,
     }
-    for name, curve in curves.items():
-        seen = curve[~np.isnan(curve)]
+    for name, curve in members.curves.items():
+        seen = curve[at][~np.isnan(curve[at])]
         if name in metrics:
             best = max if direction(name) > 0 else min
             row |= {f"last_{name}": float(seen[-1]) if seen.size else None}
