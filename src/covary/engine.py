@@ -15,13 +15,18 @@ from jax.sharding import PartitionSpec
 from covary.algorithm import Algorithm
 from covary.data.folder import StreamedData
 from covary.devices import AXIS, lay_out, to_host
+from covary.errors import CovaryError
 from covary.job import CHUNK, Job, initial, traffic
 from covary.plan import Plan
 from covary.problem import Problem
 from covary.program import State
 from covary.rounds import compiled, compiled_warm_start
-from covary.store import DiskStore, HostStore
+from covary.store import DiskStore, HostStore, mean_control
 from covary.stream import Stream, streamed_loss
+
+
+class BrokenInvariant(CovaryError):
+    """c is no longer the mean of c_i."""
 
 
 class History:
@@ -91,6 +96,8 @@ class Engine:
         self.job, self.algorithm, self.problem, self.key = job, algorithm, problem, key
         self.rounds, self.history = rounds, log
         x, trips = job.starts[0], algorithm.trips(job.plan.steps_on_wire)
+        self.largest = 0.0  # of any control that was looked at
+        self.began, self.watched = time.perf_counter(), 0.0  # when, and how long the invariant has been checked
         self.bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
 
     @property
@@ -104,6 +111,38 @@ class Engine:
     def small(self) -> State:
         """The state without the clients', in NumPy."""
         return to_host(self.state._replace(clients=None))
+
+    def control_error(self) -> float:
+        """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run.
+
+        Both sides are kept by different hands, the server's by adding changes and the clients' by replacing states, so
+        that a lost, doubled or damaged state shows here.
+        """
+        assert self.algorithm.invariant is not None
+        server_field, client_field = self.algorithm.invariant
+        c = np.asarray(getattr(self.state.server, server_field))
+        clients = self.clients()
+        mean = mean_control(clients, client_field, self.job.layout.p, self.seen)
+        error = float(np.linalg.norm(c - mean))
+        some = np.asarray(getattr(clients, client_field)[: min(64, self.job.plan.n_clients)], float)
+        self.largest = max(self.largest, *(float(np.abs(v).max(initial=0.0)) for v in (c, mean, some)))
+        rounding = float(np.sqrt(np.finfo(c.dtype).eps)) * np.sqrt(c.size) * self.largest
+        if not error <= rounding:
+            raise BrokenInvariant(
+                f"After round {self.done} the server's {server_field} is {error:.3g} away from the mean of the "
+                f"clients' {client_field}, and rounding explains no more than {rounding:.3g}: a client's state was "
+                "lost, or changed from outside. What follows would be another algorithm: go on from the last "
+                "checkpoint, or start anew."
+            )
+        return error
+
+    def watch(self) -> None:
+        """Check the invariant now, unless checking would take more than a fiftieth of the time."""
+        now = time.perf_counter()
+        if self.algorithm.invariant is None or self.watched > 0.02 * (now - self.began):
+            return
+        self.control_error()
+        self.watched += time.perf_counter() - now
 
 
 class OnDevices(Engine):
@@ -131,6 +170,7 @@ class OnDevices(Engine):
             self.state, rows = compiled(program)(numbers, self.state, self.key, goal, self.rounds, job.world)
             rows, after = jax.device_get((rows, self.state.round))  # at once: each copy from a GPU has to be waited for
             self.history.add(rows, int(after) - before, *self.bytes_of[False])
+            self.watch()
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field."""
@@ -204,6 +244,7 @@ class OutsideDevices(Engine):
         if isinstance(self.store, DiskStore):
             self.store.save_places()
             self.seen = self.store.seen
+        self.watch()
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field."""

@@ -19,7 +19,6 @@ from covary.errors import DivergenceWarning, refused
 from covary.interrupt import interruptions
 from covary.job import direction, prepare
 from covary.problem import Problem
-from covary.store import mean_control
 
 
 @dataclass(frozen=True)
@@ -183,13 +182,13 @@ def simulate(
         )
         with opened(checkpoint, about, job.plan.n_clients) as checkpoints:
             _with_checkpoints(engine, checkpoints, checkpoint_every)
-    state, clients, seen = engine.small(), engine.clients(), engine.seen
+    state, clients = engine.small(), engine.clients()
 
     columns = history.columns()
-    if algorithm.invariant is not None and history.rounds and np.isnan(columns["control_error"][-1]):
-        server_field, client_field = algorithm.invariant
-        mean = mean_control(clients, client_field, job.layout.p, seen)
-        columns["control_error"][-1] = np.linalg.norm(getattr(state.server, server_field) - mean)
+    if algorithm.invariant is not None and history.rounds:
+        error = engine.control_error()
+        if np.isnan(columns["control_error"][-1]):
+            columns["control_error"][-1] = error
     done = int(state.round)
     if state.diverged:
         warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
