@@ -1,0 +1,38 @@
+"""What test_checkpoint kills: a run or a sweep with checkpoints, whose outcome goes to a file when it is done."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import covary as cv
+
+EVERY = 3
+
+
+def problem() -> cv.Problem:
+    rng = np.random.default_rng(0)
+    clients = [(rng.normal(i, 1, (20, 6)), rng.integers(0, 3, 20)) for i in range(12)]
+    return cv.supervised(cv.models.logistic_regression(6, 3), cv.FederatedData.from_clients(clients))
+
+
+def outcome(kind: str, folder: str | None) -> dict[str, np.ndarray]:
+    settings = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5, "checkpoint": folder}
+    settings["checkpoint_every"] = EVERY
+    if kind == "sweep":
+        grid = {"eta_l": [0.01, 0.03, 0.1]}
+        swept = cv.sweep(cv.scaffold, problem(), grid, [0, 1], rounds=60, at_once=2, **settings)
+        table = np.frombuffer(repr(swept.table).encode(), np.uint8)
+        return {"table": table, **swept.curves}
+    store = {"simulate": "device"}.get(kind, kind)
+    run = cv.simulate(cv.scaffold(0.05), problem(), 120, store=store, average="uniform", **settings)
+    return {"x": run.x, "c": run.server.c, "c_i": np.asarray(run.clients.c_i), "mean": run.average["w"], **run.history}
+
+
+if __name__ == "__main__":
+    kind, folder, out = sys.argv[1:]
+    found = outcome(kind, folder)
+    with Path(out + ".draft").open("wb") as file:
+        np.savez(file, **found)
+    os.replace(out + ".draft", out)

@@ -1,0 +1,269 @@
+"""Nothing lost: runs that were killed, stopped, short of disk or damaged go on with the numbers of undisturbed ones."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from killed import EVERY, outcome, problem
+
+import covary as cv
+from covary.checkpoint import CheckpointWarning
+from covary.engine import BrokenInvariant
+from covary.interrupt import Interrupted
+
+KILLS = int(os.environ.get("COVARY_KILLS", "6"))
+SETTINGS = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5}
+
+
+def same(found, expected):
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def work(*args, seconds=120.0):
+    """A process that does the work; it is killed when the time is up, and then this is False."""
+    command = [sys.executable, str(ROOT / "tests" / "killed.py"), *map(str, args)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    assert done.returncode == 0, done.stderr
+    return True
+
+
+@pytest.mark.parametrize("kind", ["simulate", "disk", "sweep"])
+def test_killed_at_random_moments_and_resumed(kind, tmp_path):
+    """Real processes, real SIGKILLs; the undisturbed run is another process without checkpoints of its own."""
+    began = time.monotonic()
+    assert work(kind, tmp_path / "undisturbed", tmp_path / "expected.npz")
+    whole, chance = time.monotonic() - began, random.Random(kind)
+    for _ in range(-(-KILLS // 3)):
+        work(kind, tmp_path / "checkpoints", tmp_path / "found.npz", seconds=chance.uniform(0.5, 1.0) * whole)
+    assert work(kind, tmp_path / "checkpoints", tmp_path / "found.npz")
+    with np.load(tmp_path / "found.npz") as found, np.load(tmp_path / "expected.npz") as expected:
+        same(dict(found), dict(expected))
+    assert not list((tmp_path / "checkpoints").glob("*.draft"))
+    assert len(list((tmp_path / "checkpoints").glob("round-*"))) <= 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_so(number, tmp_path):
+    def log(r, values):
+        if r == 8:
+            os.kill(os.getpid(), number)
+
+    call = {"rounds": 120, "checkpoint": tmp_path, "checkpoint_every": 50, **SETTINGS}
+    with pytest.raises(Interrupted, match="goes on from there") as stopped:
+        cv.simulate(cv.scaffold(0.05), problem(), log=log, **call)
+    assert 8 <= stopped.value.round <= 50
+    run = cv.simulate(cv.scaffold(0.05), problem(), **call)
+    same(run.history, cv.simulate(cv.scaffold(0.05), problem(), 120, **SETTINGS).history)
+
+
+def test_a_second_signal_stops_at_once_and_the_checkpoint_is_good(tmp_path):
+    def log(r, values):
+        if r >= 8:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    call = {"rounds": 60, "checkpoint": tmp_path, "checkpoint_every": 5, **SETTINGS}
+    with pytest.raises(KeyboardInterrupt):
+        cv.simulate(cv.scaffold(0.05), problem(), log=log, **call)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run = cv.simulate(cv.scaffold(0.05), problem(), **call)
+    same(run.history, cv.simulate(cv.scaffold(0.05), problem(), 60, **SETTINGS).history)
+
+
+def stopped_run(folder, rounds=30):
+    """A run stopped by its own log after some checkpoints."""
+
+    def log(r, values):
+        if r > 20:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        cv.simulate(
+            cv.scaffold(0.05), problem(), rounds, log=log, checkpoint=folder, checkpoint_every=EVERY, **SETTINGS
+        )
+
+
+def resumed(folder, rounds=30):
+    return cv.simulate(cv.scaffold(0.05), problem(), rounds, checkpoint=folder, checkpoint_every=EVERY, **SETTINGS)
+
+
+def test_a_finished_run_returns_at_once(tmp_path):
+    first = resumed(tmp_path)
+    rounds = []
+    again = cv.simulate(
+        cv.scaffold(0.05),
+        problem(),
+        30,
+        checkpoint=tmp_path,
+        checkpoint_every=EVERY,
+        log=lambda r, values: rounds.append(r),
+        **SETTINGS,
+    )
+    assert not rounds
+    same(again.history, first.history)
+    np.testing.assert_array_equal(again.clients.c_i, first.clients.c_i)
+
+
+def test_only_clients_that_took_part_are_written(tmp_path):
+    A, b = np.stack([np.eye(4)] * 400), np.ones((400, 4))
+    cv.simulate(
+        cv.scaffold(0.05),
+        cv.quadratics(A, b),
+        12,
+        clients_per_round=2,
+        local_steps=1,
+        checkpoint=tmp_path,
+        checkpoint_every=3,
+    )
+    sizes = [path.stat().st_size for path in tmp_path.glob("clients-*")]
+    assert len(sizes) == 4
+    assert max(sizes) < 2000  # of 400 clients, all of which would take 12,800 bytes
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip"])
+@pytest.mark.parametrize("kind", ["round", "clients"])
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(harm, kind, tmp_path):
+    stopped_run(tmp_path / "run")
+    expected = cv.simulate(cv.scaffold(0.05), problem(), 30, **SETTINGS)
+    newest = max((tmp_path / "run").glob(f"{kind}-*.safetensors"))
+    content = newest.read_bytes()
+    chance = random.Random(0)
+    for at in [0, 7, 8, 9, len(content) // 2, len(content) - 1, *(chance.randrange(len(content)) for _ in range(4))]:
+        copy = tmp_path / str(at)
+        subprocess.run(["cp", "-r", str(tmp_path / "run"), str(copy)], check=True)
+        flipped = content[:at] + bytes([content[at] ^ (1 << chance.randrange(8))]) + content[at + 1 :]
+        (copy / newest.name).write_bytes(content[:at] if harm == "cut" else flipped)
+        with pytest.warns(CheckpointWarning, match="damaged"):
+            run = resumed(copy)
+        same(run.history, expected.history)
+        np.testing.assert_array_equal(run.clients.c_i, expected.clients.c_i)
+
+
+def test_all_damaged_is_refused(tmp_path):
+    stopped_run(tmp_path)
+    for path in tmp_path.glob("round-*"):
+        path.write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        with pytest.raises(cv.CovaryError, match=r"Every checkpoint in .* is damaged"):
+            resumed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"rounds": 31}, "rounds was 30 and is 31"),
+        ({"algorithm": cv.scaffold(0.06)}, r"algorithm was scaffold\(eta_l=0.05.* and is scaffold\(eta_l=0.06"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"batch_size": 4}, "batch_size was 5 and is 4"),
+        ({"weights": "examples"}, "weights was uniform and is examples"),
+    ],
+)
+def test_another_configuration_is_refused_with_the_difference(other, said, tmp_path):
+    stopped_run(tmp_path)
+    call = {"algorithm": cv.scaffold(0.05), "problem": problem(), "rounds": 30, **SETTINGS, **other}
+    with pytest.raises(cv.CovaryError, match=said):
+        cv.simulate(checkpoint=tmp_path, checkpoint_every=EVERY, **call)
+
+
+def test_other_data_or_another_model_is_refused(tmp_path):
+    stopped_run(tmp_path)
+    data = problem().data
+    x, y = data.examples
+    other = cv.supervised(cv.models.logistic_regression(6, 3), cv.FederatedData((x + 1e-3, y), data.sizes))
+    with pytest.raises(cv.CovaryError, match=r"holds checkpoints of another run: data was \w+ and is \w+"):
+        cv.simulate(cv.scaffold(0.05), other, 30, checkpoint=tmp_path, **SETTINGS)
+    with pytest.raises(cv.CovaryError, match="model was"):
+        cv.simulate(cv.scaffold(0.05), cv.supervised(cv.models.mlp(6, 2, 3), data), 30, checkpoint=tmp_path, **SETTINGS)
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    def log(r, values):
+        if r == 3:
+            resumed(tmp_path)
+
+    with pytest.raises(cv.CovaryError, match="in use by process"):
+        cv.simulate(cv.scaffold(0.05), problem(), 30, log=log, checkpoint=tmp_path, checkpoint_every=EVERY, **SETTINGS)
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on_elsewhere(tmp_path):
+    stopped_run(tmp_path / "small")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+        with pytest.raises(cv.CovaryError, match="could not be written"):
+            resumed(tmp_path / "small")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list((tmp_path / "small").glob("*.draft"))
+    subprocess.run(["cp", "-r", str(tmp_path / "small"), str(tmp_path / "large")], check=True)
+    same(resumed(tmp_path / "large").history, cv.simulate(cv.scaffold(0.05), problem(), 30, **SETTINGS).history)
+
+
+def test_a_corrupted_control_stops_the_run(tmp_path, monkeypatch):
+    """The check fires: one client's c_i is changed between two calls."""
+    from covary.engine import OnDevices
+
+    honest = OnDevices.restore
+
+    def restore(self, small, clients):
+        honest(self, small, clients)
+        c_i = np.array(self.state.clients.c_i)
+        c_i[3] += 0.1
+        self.state = self.state._replace(clients=self.state.clients._replace(c_i=c_i))
+
+    stopped_run(tmp_path)
+    monkeypatch.setattr(OnDevices, "restore", restore)
+    with pytest.raises(BrokenInvariant, match="away from the mean of the clients' c_i"):
+        resumed(tmp_path)
+
+
+def test_sweeps_are_resumed_bit_for_bit(tmp_path):
+    stops = []
+
+    def log(r, values):
+        stops.append(r)
+        if len(stops) % 10 == 0:
+            raise InterruptedError
+
+    grid, call = {"eta_l": [0.01, 0.03, 0.1]}, {"rounds": 40, "at_once": 2, **SETTINGS}
+    expected = cv.sweep(cv.scaffold, problem(), grid, [0, 1], **call)
+    for _ in range(50):
+        try:
+            found = cv.sweep(
+                cv.scaffold, problem(), grid, [0, 1], log=log, checkpoint=tmp_path, checkpoint_every=EVERY, **call
+            )
+            break
+        except InterruptedError:
+            continue
+    assert repr(found.table) == repr(expected.table)
+    same(found.curves, expected.curves)
+    with pytest.raises(cv.CovaryError, match="points was"):
+        cv.sweep(cv.scaffold, problem(), {"eta_l": [0.01, 0.02, 0.1]}, [0, 1], checkpoint=tmp_path, **call)
+
+
+def test_the_outcome_does_not_depend_on_checkpoints(tmp_path):
+    same(outcome("simulate", str(tmp_path)), outcome("simulate", None))
+
+
+def test_memory_does_not_grow_with_rounds():
+    run = cv.simulate(cv.scaffold(0.01), cv.lower_bound(1.0), 200, local_steps=1, x0=1.0)  # compiled now
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run = cv.simulate(cv.scaffold(0.01), cv.lower_bound(1.0), 10_000, local_steps=1, x0=1.0)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    history = sum(column.nbytes for column in run.history.values())
+    assert grown < 10 * history + 2**25
