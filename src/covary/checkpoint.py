@@ -9,8 +9,8 @@ what no checkpoint needs any more is removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +29,7 @@ FORMAT = 1
 KEPT = 2
 SAVED = ("round", "average", "average_mass", "reached", "diverged")  # of a state, besides server and clients
 SEGMENT_BYTES = 2**28  # of client states in one file
+HEADER = 2**24  # most bytes of a file besides its arrays
 ANEW = 2  # times as many rows as there are clients: then all are written anew
 
 
@@ -41,41 +42,60 @@ class Saved(NamedTuple):
 
     round: int
     arrays: dict[str, np.ndarray]
-    segments: list[str]
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder that is held against other processes."""
+    """The checkpoints of one run in a folder that is held against other processes.
 
-    def __init__(self, folder: Path, about: dict[str, Any], n_clients: int):
+    `small` and `row` are bytes: of all that is saved besides the clients, at most, and of one client's states.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], n_clients: int, small: int, row: int):
         self.folder, self.about, self.n_clients = folder, about, n_clients
+        self.most = {"round": 2 * small + HEADER, "clients": 2 * max(SEGMENT_BYTES, row) + HEADER}
         self.segments: list[str] = []  # that the next checkpoint builds on
         self.rows = 0  # in them
+        self.built_on: dict[Path, list[str]] = {}  # what each checkpoint of the folder builds on, where that is known
+        self.damaged: list[Path] = []
 
     def newest(self) -> Saved | None:
         """The newest whole checkpoint, or None where there is none; one of another run is refused."""
         paths = sorted(self.folder.glob("round-*.safetensors"), reverse=True)
         for path in paths:
             try:
-                content = File(path).read()
-                assert content is not None
+                content = File(path).read(self.most["round"])
+                if content is None:
+                    raise Damaged(f"{path} is missing.")
                 arrays, facts = content
                 self._refuse_another_run(facts, path)
-                segments = [str(name) for name in facts["segments"]]
+                segments: Any = facts.get("segments")
+                number = facts.get("round")
+                if not _names(segments) or not isinstance(number, int) or path.name != _name(number):
+                    raise Damaged(f"{path} is not what covary writes.")
                 self.rows = sum(len(ids) for ids, _ in self._read(segments))
-            except (Damaged, FileNotFoundError) as error:
-                text = f"{error} The checkpoint before it is used."
+                if self.rows > ANEW * self.n_clients:
+                    raise Damaged(f"{path} has more states than covary writes.")
+            except Damaged as error:
+                text = f"{error} The checkpoint before it is used, if there is one."
                 warnings.warn(CheckpointWarning(text), stacklevel=4)
+                self.damaged.append(path)
                 continue
-            self.segments = segments
-            return Saved(int(facts["round"]), arrays, segments)
+            self.segments = self.built_on[path] = segments
+            return Saved(number, arrays)
         if paths:
             raise CovaryError(f"Every checkpoint in {self.folder} is damaged. Start anew in another folder.")
         return None
 
-    def clients(self) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-        """The saved clients' numbers and states, a part at a time, in the order in which they are to be put back."""
-        return self._read(self.segments)
+    def clients(self, like: list[np.ndarray]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """The saved clients' numbers and states, a part at a time, in the order in which they are to be put back.
+
+        `like` has the states of one client, field by field, whose form the saved ones must have.
+        """
+        for ids, rows in self._read(self.segments):
+            forms = [(field.shape, field.dtype) for field in rows]
+            if forms != [((len(ids), *field.shape[1:]), field.dtype) for field in like]:
+                raise Damaged(f"{self.folder} has client states of another form. Start anew in another folder.")
+            yield ids, rows
 
     def save(
         self,
@@ -101,31 +121,41 @@ class Checkpoints:
                 File(self.folder / f"{name}.safetensors").write({"ids": ids, **fields}, {"format": FORMAT})
                 segments.append(name)
             facts = {"format": FORMAT, "about": self.about, "round": round, "segments": segments}
-            File(self.folder / f"round-{round:09d}.safetensors").write(arrays, facts)
-        self.segments, self.rows = segments, count
-        self._clean_up()
+            path = self.folder / _name(round)
+            File(path).write(arrays, facts)
+        self.segments = self.built_on[path] = segments
+        self.rows = count
+        self._clean_up(path)
 
     def _read(self, segments: list[str]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         for name in segments:
-            if Path(name).name != name or not name.startswith("clients-"):
-                raise Damaged(f"{self.folder} names a file that no checkpoint of covary's has: {name!r}.")
-            content = File(self.folder / f"{name}.safetensors").read()
+            path = self.folder / f"{name}.safetensors"
+            content = File(path).read(self.most["clients"])
             if content is None:
-                raise Damaged(f"{self.folder / name}.safetensors is missing.")
+                raise Damaged(f"{path} is missing.")
             arrays, _ = content
-            ids = arrays.pop("ids")
+            ids = arrays.pop("ids", np.empty(0))
+            known = ids.ndim == 1 and ids.dtype.kind == "i" and len(ids) > 0
+            if not known or ids.min() < 0 or ids.max() >= self.n_clients or set(arrays) != _numbers(len(arrays)):
+                raise Damaged(f"{path} is not what covary writes.")
             yield ids, [arrays[str(n)] for n in range(len(arrays))]
 
-    def _clean_up(self) -> None:
-        """Remove what neither of the last two checkpoints needs."""
+    def _clean_up(self, newest: Path) -> None:
+        """Remove what was damaged, and what neither of the last two checkpoints needs."""
+        for path in self.damaged:
+            if path != newest:
+                path.unlink(missing_ok=True)
+        self.damaged.clear()
         paths = sorted(self.folder.glob("round-*.safetensors"), reverse=True)
-        needed = set(self.segments)
-        for path in paths[1:KEPT]:
-            with contextlib.suppress(Damaged):
-                content = File(path).read()
-                needed |= set(content[1]["segments"]) if content else set()
         for path in paths[KEPT:]:
             path.unlink(missing_ok=True)
+        needed: set[str] = set()
+        for path in paths[:KEPT]:
+            if path not in self.built_on:
+                with contextlib.suppress(Damaged):
+                    content = File(path).read(self.most["round"])
+                    self.built_on[path] = content[1]["segments"] if content else []
+            needed |= set(self.built_on.get(path, []))
         for path in self.folder.glob("clients-*.safetensors"):
             if path.name.removesuffix(".safetensors") not in needed:
                 path.unlink(missing_ok=True)
@@ -137,7 +167,9 @@ class Checkpoints:
             raise refused(
                 "checkpoint", f"of format {FORMAT}", f"{facts.get('format')} in {path}", "Use the covary that wrote it."
             )
-        then, now = facts["about"], self.about
+        then, now = facts.get("about"), self.about
+        if not isinstance(then, dict):
+            raise Damaged(f"{path} is not what covary writes.")
         apart = [
             f"{name} was {then.get(name)} and is {now.get(name)}" for name in now if then.get(name) != now.get(name)
         ]
@@ -156,20 +188,28 @@ def state_arrays(small: State) -> dict[str, np.ndarray]:
 
 def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
     """The state of another with what was saved."""
+    for name, own in state_arrays(like).items():
+        saved = arrays.get(name)
+        counts = saved is not None and saved.dtype.kind == own.dtype.kind == "i"  # of whatever width
+        if saved is None or saved.shape != own.shape or (saved.dtype != own.dtype and not counts):
+            raise Damaged(f"A checkpoint has no {name} of shape {own.shape} and type {own.dtype}. Start anew.")
     server = type(like.server)(*(arrays[f"server.{name}"] for name in like.server._fields))
     return like._replace(server=server, **{name: arrays[f"state.{name}"] for name in SAVED})
 
 
 @contextlib.contextmanager
-def opened(folder: str | Path, about: dict[str, Any], n_clients: int) -> Iterator[Checkpoints]:
+def opened(folder: str | Path, about: dict[str, Any], n_clients: int, small: int, row: int) -> Iterator[Checkpoints]:
     """The checkpoints of a folder, held against other processes."""
+    if jax.process_count() > 1:
+        fix = "Leave it out: each of the hosts has a part of the states."
+        raise refused("checkpoint", "None when several hosts run together", repr(str(folder)), fix)
     try:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, TypeError, ValueError) as error:
         raise refused("checkpoint", "a folder", f"{folder!r} ({error})", "Give one you can write to.") from None
     with held(path):
-        yield Checkpoints(path, about, n_clients)
+        yield Checkpoints(path, about, n_clients, small, row)
 
 
 def description(algorithm: Algorithm, problem: Problem, x: np.ndarray, **settings: Any) -> dict[str, Any]:
@@ -190,7 +230,7 @@ def _digest(*trees: Any, streamed: bool = False) -> str:
     for leaf in jax.tree.leaves(trees):
         digest.update(f"{leaf.dtype} {leaf.shape} ".encode())
         for part in (leaf[:1024], leaf[-1024:]) if streamed else (leaf,):
-            digest.update(np.ascontiguousarray(part))
+            digest.update(np.ascontiguousarray(part).data)
     return digest.hexdigest()[:16]
 
 
@@ -198,6 +238,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
+
+
+def _name(round: int) -> str:
+    return f"round-{round:09d}.safetensors"
+
+
+def _names(segments: Any) -> bool:
+    """Whether these are different names of files of clients' states, in this folder."""
+    if not isinstance(segments, list) or not all(isinstance(name, str) for name in segments):
+        return False
+    return len(set(segments)) == len(segments) and all(re.fullmatch(r"clients-[0-9]+-[0-9]+", n) for n in segments)
+
+
+def _numbers(count: int) -> set[str]:
+    return {str(n) for n in range(count)}
 
 
 def _parts(ids: np.ndarray, rows: Callable[[np.ndarray], list[np.ndarray]]) -> list[np.ndarray]:
@@ -213,8 +268,6 @@ def _told_where(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
-            raise
         for draft in folder.glob("*.draft"):
             draft.unlink(missing_ok=True)
         raise CovaryError(

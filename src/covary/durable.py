@@ -1,4 +1,7 @@
-"""Files that survive a crash: written whole or not at all, checked when read, held by one process at a time."""
+"""Files that survive a crash: written whole or not at all, checked when read, held by one process at a time.
+
+Nothing here trusts what it reads: links are not followed, and a file may be no larger than it can rightly be.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from covary.devices import memory
 from covary.errors import CovaryError
 
 Content = tuple[dict[str, np.ndarray], dict[str, Any]]
@@ -46,23 +51,15 @@ class File:
         arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         told = json.dumps(facts, allow_nan=False, default=lambda number: number.item())
         content = save(arrays, {"facts": told, "sha256": _digest(arrays, told)})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(self.path.name + ".draft")
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace(self.path, content)
 
-    def read(self) -> Content | None:
-        """The content, or None if there is no file. A file that is not what was written is refused."""
+    def read(self, most: int | None = None) -> Content | None:
+        """The content, or None if there is no file. A file that is not what was written is refused.
+
+        So is one of more than `most` bytes, or of half the memory, before it is read.
+        """
         try:
-            raw = self.path.read_bytes()
+            raw = content_of(self.path, memory(device=False) // 2 if most is None else most)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -71,7 +68,8 @@ class File:
             notes = json.loads(raw[8 : 8 + length])["__metadata__"]
             whole = _digest(arrays, notes["facts"]) == notes["sha256"]
             facts = json.loads(notes["facts"])
-        except (SafetensorError, ValueError, KeyError, TypeError):
+            whole = whole and isinstance(facts, dict)
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
             whole, arrays, facts = False, {}, {}
         if not whole:
             raise Damaged(
@@ -88,6 +86,58 @@ def _digest(arrays: Mapping[str, np.ndarray], told: str) -> str:
     return digest.hexdigest()
 
 
+def replace(path: Path, content: bytes) -> None:
+    """Put a file in the place of another, if there is one: at every moment there is the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    draft.unlink(missing_ok=True)
+    with draft.open("xb") as file:  # not through a link
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def content_of(path: Path, most: int) -> bytes:
+    """What is in a file of at most so many bytes. What is no file (a link, a pipe, a device) is refused."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise Damaged(
+            f"{path} is a link, and covary follows none in its folders. Put the file itself there."
+        ) from error
+    with open(number, "rb") as file:
+        about = os.fstat(number)
+        if not stat.S_ISREG(about.st_mode):
+            raise Damaged(f"{path} is not a file. Remove it.")
+        if about.st_size > most:
+            raise Damaged(f"{path} has {about.st_size:,} bytes, and at most {most:,} can be right. Remove it.")
+        return file.read(most)
+
+
+def refuse_links(folder: Path) -> None:
+    """A folder to write in has files and folders of its own, not links to others' files.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
+    ...     (Path(folder) / "results.jsonl").symlink_to("elsewhere")
+    ...     refuse_links(Path(folder))
+    Traceback (most recent call last):
+    covary.errors.CovaryError: .../results.jsonl is a link: what is written there would change another file. Remove it.
+    """
+    for entry in os.scandir(folder):
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            what = "a link: what is written there would change another file" if entry.is_symlink() else "not a file"
+            raise CovaryError(f"{entry.path} is {what}. Remove it.")
+
+
 @contextlib.contextmanager
 def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     """Hold a folder against other processes; the operating system lets go of it when this process ends, however.
@@ -100,20 +150,26 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     """
     import fcntl  # not on Windows, where the rest of covary works
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise CovaryError(f"{folder} cannot be written to ({error.strerror}). Give another folder.") from None
     deadline = time.monotonic() + patience
-    with (folder / "lock").open("a") as file:
+    with lock as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
                 if time.monotonic() >= deadline:
-                    holder = (folder / "lock").read_text().strip() or "unknown"
+                    holder = content_of(folder / "lock", 100).decode(errors="replace").strip() or "unknown"
                     fix = "Wait until it ends, or give another folder."
                     raise CovaryError(f"{folder} is in use by process {holder}. {fix}") from None
                 time.sleep(0.05)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # where the disk is full, nobody is told who holds it
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
         yield

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from covary.algorithm import Algorithm
 from covary.data.folder import StreamedData
 from covary.devices import AXIS, lay_out, to_host
+from covary.durable import Damaged
 from covary.errors import CovaryError
 from covary.job import CHUNK, Job, initial, traffic
 from covary.plan import Plan
@@ -22,7 +23,7 @@ from covary.problem import Problem
 from covary.program import State
 from covary.rounds import compiled, compiled_warm_start
 from covary.store import DiskStore, HostStore, mean_control
-from covary.stream import Stream, streamed_loss
+from covary.stream import Span, Stream, streamed_loss
 
 
 class BrokenInvariant(CovaryError):
@@ -39,6 +40,8 @@ class History:
 
     def add(self, rows: dict[str, Any], count: int, bytes_down: int, bytes_up: int) -> None:
         """The first `count` rows of a chunk's records."""
+        if self.parts and set(rows) | {"round", "bytes_down", "bytes_up"} != set(self.parts[0]):
+            raise Damaged(f"The history of a checkpoint has other columns: {', '.join(self.parts[0])}. Start anew.")
         rows = {name: np.asarray(values)[:count] for name, values in rows.items()}
         rows["round"] = np.arange(self.rounds + 1, self.rounds + count + 1)
         self.rounds += count
@@ -51,8 +54,16 @@ class History:
 
     def restore(self, columns: dict[str, np.ndarray]) -> None:
         """Begin with the rows of an earlier call."""
-        if columns:
-            self.parts, self.rounds = [columns], len(columns["round"])
+        if not columns:
+            return
+        numbers, cohort = columns.get("round", np.empty(0)), columns.get("cohort", np.empty(0))
+        lengths = {len(column) if column.ndim else 0 for column in columns.values()}
+        others = all(column.ndim == 1 for name, column in columns.items() if name != "cohort")
+        if lengths != {len(numbers)} or not others or cohort.ndim != 2 or cohort.dtype.kind != "i":
+            raise Damaged("The history of a checkpoint is not one row a round. Start anew in another folder.")
+        if not np.array_equal(numbers, np.arange(1, len(numbers) + 1)):
+            raise Damaged("The history of a checkpoint does not count its rounds. Start anew in another folder.")
+        self.parts, self.rounds = [columns], len(numbers)
 
     def touched(self, since: int) -> np.ndarray:
         """The clients that took part after round `since`."""
@@ -86,6 +97,46 @@ class Pace:
         return self.asked
 
 
+class Watch:
+    """How c and the mean of c_i, which never differ by more than rounding, are held against each other.
+
+    Both sides are kept by different hands, the server's by adding changes and the clients' by replacing states, so that
+    a lost, doubled or damaged state shows here.
+    """
+
+    def __init__(self, algorithm: Algorithm, p: np.ndarray):
+        self.algorithm, self.p = algorithm, p
+        self.largest: dict[Any, float] = {}  # of the controls of each member of a sweep that were looked at
+        self.began, self.spent = time.perf_counter(), 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to check, and checking has taken no more than a fiftieth of the time so far."""
+        return self.algorithm.invariant is not None and self.spent <= 0.02 * (time.perf_counter() - self.began)
+
+    def error(self, round: int, server: Any, clients: Any, seen: np.ndarray | None = None, member: Any = None) -> float:
+        """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run."""
+        assert self.algorithm.invariant is not None
+        started = time.perf_counter()
+        server_field, client_field = self.algorithm.invariant
+        c = np.asarray(getattr(server, server_field))
+        mean = mean_control(clients, client_field, self.p, seen)
+        error = float(np.linalg.norm(c - mean))
+        some = np.asarray(getattr(clients, client_field)[: min(64, len(self.p))], float)
+        largest = max(self.largest.get(member, 0.0), *(float(np.abs(v).max(initial=0.0)) for v in (c, mean, some)))
+        self.largest[member] = largest
+        rounding = float(np.sqrt(np.finfo(c.dtype).eps)) * np.sqrt(c.size) * largest
+        if not error <= rounding:
+            raise BrokenInvariant(
+                f"After round {round} the server's {server_field} is {error:.3g} away from the mean of the clients' "
+                f"{client_field}, and rounding explains no more than {rounding:.3g}: a client's state was lost, or "
+                "changed from outside. What follows would be another algorithm: go on from the last checkpoint, or "
+                "start anew."
+            )
+        self.spent += time.perf_counter() - started
+        return error
+
+
 class Engine:
     """A run under way: its state, which `advance` takes on by some rounds, and its history."""
 
@@ -96,8 +147,7 @@ class Engine:
         self.job, self.algorithm, self.problem, self.key = job, algorithm, problem, key
         self.rounds, self.history = rounds, log
         x, trips = job.starts[0], algorithm.trips(job.plan.steps_on_wire)
-        self.largest = 0.0  # of any control that was looked at
-        self.began, self.watched = time.perf_counter(), 0.0  # when, and how long the invariant has been checked
+        self.watch = Watch(algorithm, job.layout.p)
         self.bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
 
     @property
@@ -108,41 +158,17 @@ class Engine:
     def ended(self) -> bool:
         return self.done >= self.rounds or bool(self.state.reached) or bool(self.state.diverged)
 
+    def clients(self) -> Any:
+        """The states of all clients, field by field."""
+        raise NotImplementedError
+
     def small(self) -> State:
         """The state without the clients', in NumPy."""
         return to_host(self.state._replace(clients=None))
 
     def control_error(self) -> float:
-        """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run.
-
-        Both sides are kept by different hands, the server's by adding changes and the clients' by replacing states, so
-        that a lost, doubled or damaged state shows here.
-        """
-        assert self.algorithm.invariant is not None
-        server_field, client_field = self.algorithm.invariant
-        c = np.asarray(getattr(self.state.server, server_field))
-        clients = self.clients()
-        mean = mean_control(clients, client_field, self.job.layout.p, self.seen)
-        error = float(np.linalg.norm(c - mean))
-        some = np.asarray(getattr(clients, client_field)[: min(64, self.job.plan.n_clients)], float)
-        self.largest = max(self.largest, *(float(np.abs(v).max(initial=0.0)) for v in (c, mean, some)))
-        rounding = float(np.sqrt(np.finfo(c.dtype).eps)) * np.sqrt(c.size) * self.largest
-        if not error <= rounding:
-            raise BrokenInvariant(
-                f"After round {self.done} the server's {server_field} is {error:.3g} away from the mean of the "
-                f"clients' {client_field}, and rounding explains no more than {rounding:.3g}: a client's state was "
-                "lost, or changed from outside. What follows would be another algorithm: go on from the last "
-                "checkpoint, or start anew."
-            )
-        return error
-
-    def watch(self) -> None:
-        """Check the invariant now, unless checking would take more than a fiftieth of the time."""
-        now = time.perf_counter()
-        if self.algorithm.invariant is None or self.watched > 0.02 * (now - self.began):
-            return
-        self.control_error()
-        self.watched += time.perf_counter() - now
+        """‖c - sum p_i c_i‖ over all clients; a difference beyond rounding stops the run."""
+        return self.watch.error(self.done, self.state.server, self.clients(), self.seen)
 
 
 class OnDevices(Engine):
@@ -170,7 +196,8 @@ class OnDevices(Engine):
             self.state, rows = compiled(program)(numbers, self.state, self.key, goal, self.rounds, job.world)
             rows, after = jax.device_get((rows, self.state.round))  # at once: each copy from a GPU has to be waited for
             self.history.add(rows, int(after) - before, *self.bytes_of[False])
-            self.watch()
+            if self.watch.due:
+                self.control_error()
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field."""
@@ -207,7 +234,7 @@ class OutsideDevices(Engine):
         self.form = jax.tree.structure(row)
 
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        """Go on until that round or the end; it cannot be interrupted in between, as rounds overlap."""
+        """Go on until that round, the end, or an interruption."""
         job, algorithm, program, problem, rounds = self.job, self.algorithm, self.job.program, self.problem, self.rounds
 
         def due(r: int) -> bool:
@@ -223,7 +250,8 @@ class OutsideDevices(Engine):
         measured_here = ("loss", "average_loss") if program.average else ("loss",)
         unmeasured = dict.fromkeys(measured_here, np.nan) if job.passes else {}
         stream = Stream(program, job.world, problem.data, self.store)
-        going = stream.rounds(algorithm, self.state, self.key, job.visits, self.done + 1, until, rounds, pass_over_data)
+        span = Span(self.done + 1, until, rounds, interrupted)
+        going = stream.rounds(algorithm, self.state, self.key, job.visits, span, pass_over_data)
         with contextlib.closing(going) as handed_out:
             for state, record, cohort, warm in handed_out:
                 state = to_host(state._replace(clients=None))
@@ -244,7 +272,8 @@ class OutsideDevices(Engine):
         if isinstance(self.store, DiskStore):
             self.store.save_places()
             self.seen = self.store.seen
-        self.watch()
+        if self.watch.due:
+            self.control_error()
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field."""

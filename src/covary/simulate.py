@@ -14,6 +14,7 @@ import numpy as np
 from covary.algorithm import Algorithm
 from covary.checkpoint import Checkpoints, description, opened, state_arrays, state_from
 from covary.checks import whole
+from covary.durable import Damaged
 from covary.engine import History, OnDevices, OutsideDevices
 from covary.errors import DivergenceWarning, refused
 from covary.interrupt import interruptions
@@ -180,15 +181,16 @@ def simulate(
             eval_every=eval_every,
             precision=precision,
         )
-        with opened(checkpoint, about, job.plan.n_clients) as checkpoints:
+        rows = 8 * rounds * (job.plan.cohort + 2 * len(job.program.evaluated) + 16)  # of the history, at most
+        small = sum(array.nbytes for array in state_arrays(engine.small()).values()) + rows
+        row = sum(field.nbytes for field in engine.rows(np.arange(1)))
+        with opened(checkpoint, about, job.plan.n_clients, small, row) as checkpoints:
             _with_checkpoints(engine, checkpoints, checkpoint_every)
     state, clients = engine.small(), engine.clients()
 
     columns = history.columns()
     if algorithm.invariant is not None and history.rounds:
-        error = engine.control_error()
-        if np.isnan(columns["control_error"][-1]):
-            columns["control_error"][-1] = error
+        columns["control_error"][-1] = engine.control_error()
     done = int(state.round)
     if state.diverged:
         warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
@@ -214,8 +216,10 @@ def _with_checkpoints(engine: Any, checkpoints: Checkpoints, every: int) -> None
     at = 0
     if saved is not None:
         at = saved.round
-        engine.restore(state_from(engine.small(), saved.arrays), checkpoints.clients())
+        engine.restore(state_from(engine.small(), saved.arrays), checkpoints.clients(engine.rows(np.arange(1))))
         engine.history.restore({k[8:]: v for k, v in saved.arrays.items() if k.startswith("history.")})
+        if not at == engine.done == engine.history.rounds <= engine.rounds:
+            raise Damaged(f"{checkpoints.folder} has a checkpoint that does not know its round. Start anew.")
     with interruptions() as interruption:
         while not engine.ended:
             goal = min(engine.rounds, engine.done + every - engine.done % every)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,15 @@ from covary.rounds import compiled_round, compiled_sample, compiled_warm_start
 AHEAD = 64  # rounds whose cohorts are drawn in one go
 
 
+class Span(NamedTuple):
+    """Which rounds to go through: from `first` to `until`, or until interrupted; the run's last one is `last`."""
+
+    first: int
+    until: int
+    last: int
+    interrupted: Callable[[], bool]
+
+
 class Stream:
     """One run: a place for client states, the data where that is streamed, and the thread that serves both."""
 
@@ -39,17 +48,14 @@ class Stream:
         state: State,
         key: np.ndarray,
         visits: list[np.ndarray],
-        first: int,
-        until: int,
-        last: int,
+        span: Span,
         evaluate: Callable[[int, State], dict[str, Any]],
     ) -> Generator[tuple[State, dict[str, Any], np.ndarray, bool]]:
-        """The state and record after each round from `first` to `until`, with its cohort and whether it was one of the
-        warm start. Round `last` is the run's last, which is measured whatever the cadence.
+        """The state and record after each round, with its cohort and whether it was one of the warm start.
 
         A round is handed out when the next one is under way, unless `evaluate` has to look at every state.
         """
-        numbers = dict(algorithm.numbers)
+        numbers, (first, until, last, interrupted) = dict(algorithm.numbers), span
         cohorts = self._cohorts(key, visits, first, until)
         cohort = next(cohorts)
         ahead = self.thread.submit(self._read, cohort)
@@ -58,6 +64,8 @@ class Stream:
         writes: list[concurrent.futures.Future[None]] = []
         try:
             for r in range(first, until + 1):
+                if r > first and interrupted():
+                    break
                 rows, world = ahead.result()
                 if unwritten is not None:
                     rows = self._carried_over(rows, cohort, *unwritten)

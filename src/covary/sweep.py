@@ -16,7 +16,8 @@ from covary.algorithm import Algorithm
 from covary.checkpoint import Checkpoints, description, opened, state_arrays, state_from
 from covary.checks import whole
 from covary.devices import AXIS, lay_out, memory, to_host
-from covary.engine import Pace
+from covary.durable import Damaged
+from covary.engine import Pace, Watch
 from covary.errors import CovaryError, refused
 from covary.interrupt import interruptions
 from covary.job import Job, direction, initial, prepare
@@ -198,7 +199,10 @@ def sweep(
             groups=going.groups,
             precision=precision,
         )
-        with opened(checkpoint, about, job.plan.n_clients) as checkpoints:
+        columns = 2 * len(job.program.evaluated) + 16
+        small = sum(a.nbytes for a in going.arrays().values()) + 8 * len(points) * len(seeds) * rounds * columns
+        row = sum(field.nbytes for field in going.rows(np.arange(1)))
+        with opened(checkpoint, about, job.plan.n_clients, small, row) as checkpoints:
             _with_checkpoints(going, checkpoints, checkpoint_every, log)
     table = [
         _row(point, seed, going, (p, s), job.program.evaluated)
@@ -221,6 +225,7 @@ class Members:
         self.done_by = np.zeros(shape, int)  # rounds of each member
         self.reached, self.diverged = np.zeros(shape, bool), np.zeros(shape, bool)
         self.group, self.pace = 0, Pace()
+        self.watch = Watch(algorithms[0], job.layout.p)
         self._begin()
 
     def _begin(self) -> None:
@@ -250,6 +255,8 @@ class Members:
                 given = (self.numbers, self.states, self.keys, self.done, self.done + count, self.rounds, job.world)
                 self.states, records = compiled_sweep(program)(*given)
                 self._keep(records, count, alive, np.asarray(records["cohort"])[:count])
+                if self.watch.due:
+                    self._check()
                 running = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
                 if log is not None:
                     log(self.done, {"running": float(running.sum())})
@@ -274,16 +281,24 @@ class Members:
         leaves = jax.tree.leaves(self.states.clients)
         return [np.moveaxis(np.asarray(jax.device_get(leaf[:, :, ids])), 2, 0) for leaf in leaves]
 
-    def restore(self, arrays: dict[str, np.ndarray], clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+    def restore(self, arrays: dict[str, np.ndarray], saved_clients: Callable[..., Iterator[Any]]) -> None:
         """Put back what was saved."""
+        shape, empty = self.done_by.shape, np.empty(0, int)
+        curves = {name[6:]: np.array(value) for name, value in arrays.items() if name.startswith("curve.")}
+        fits = all(arrays.get(name, empty).shape == shape for name in ("done_by", "reached", "diverged"))
+        fits = fits and all(curve.shape == (*shape, self.rounds) for curve in curves.values())
+        fits = fits and all(arrays.get(name, empty).shape == () for name in ("group", "done"))
+        if not fits or not 0 <= arrays["group"] <= len(self.groups) or not 0 <= arrays["done"] <= self.rounds:
+            raise Damaged("A checkpoint has another form than this sweep's. Start anew in another folder.")
         for name in ("done_by", "reached", "diverged"):
             setattr(self, name, np.array(arrays[name]))
-        self.curves = {name[6:]: np.array(value) for name, value in arrays.items() if name.startswith("curve.")}
+        self.curves = curves
         self.group = int(arrays["group"])
         if self.ended:
             return
         self._begin()
         self.done = int(arrays["done"])
+        clients = saved_clients(self.rows(np.arange(1)))
         fields, form = jax.tree.flatten(to_host(self.states.clients))
         fields = [np.array(everyone) for everyone in fields]
         for ids, rows in clients:
@@ -292,6 +307,14 @@ class Members:
         place, spec = self.job.program.place, PartitionSpec(None, None, AXIS)
         small = state_from(to_host(self.states._replace(clients=None)), arrays)
         self.states = lay_out(place, small)._replace(clients=lay_out(place, jax.tree.unflatten(form, fields), spec))
+
+    def _check(self) -> None:
+        """c is the mean of c_i for every member."""
+        states, group = to_host(self.states), self.groups[self.group]
+        clients = jax.tree.map(lambda leaf: leaf[:, :, : self.job.plan.n_clients], states.clients)
+        for s, p in itertools.product(range(len(self.keys)), range(len(group))):
+            server, own = jax.tree.map(lambda leaf, at=(s, p): leaf[at], (states.server, clients))
+            self.watch.error(int(states.round[s, p]), server, own, member=(s, group[p]))
 
     def _to_beat(self) -> float:
         """The mean rounds of the best point of the groups before."""
@@ -319,7 +342,7 @@ def _with_checkpoints(members: Members, checkpoints: Checkpoints, every: int, lo
     """The sweep from its last checkpoint on, saved every so many rounds and when it is asked to stop."""
     saved = checkpoints.newest()
     if saved is not None:
-        members.restore(saved.arrays, checkpoints.clients())
+        members.restore(saved.arrays, checkpoints.clients)
     group = members.group
     with interruptions() as interruption:
         while not members.ended:
