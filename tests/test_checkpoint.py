@@ -55,6 +55,15 @@ def test_killed_at_random_moments_and_resumed(kind, tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("round-*"))) <= 2
 
 
+@pytest.fixture
+def signals():
+    """Ctrl-C as at a terminal, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_so(number, tmp_path):
     def log(r, values):
@@ -69,6 +78,7 @@ def test_a_signal_saves_and_says_so(number, tmp_path):
     same(run.history, cv.simulate(cv.scaffold(0.05), problem(), 120, **SETTINGS).history)
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_second_signal_stops_at_once_and_the_checkpoint_is_good(tmp_path):
     def log(r, values):
         if r >= 8:

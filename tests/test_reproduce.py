@@ -82,7 +82,7 @@ def test_a_best_step_size_at_the_end_of_the_grid_is_not_trusted(monkeypatch):
                 {"eta_l": e, "reached": round(100 * (1 + abs(np.log10(e) - 1))), "best_accuracy": 0.5} for e in grid
             ]
 
-    def attempt(setting, problem, budget, grid, rounds, target, log):
+    def attempt(setting, problem, budget, grid, rounds, target, log, checkpoint):
         tried.append(list(grid))
         return Fake(grid)
 
@@ -99,16 +99,15 @@ def test_an_interrupted_table_goes_on_and_refuses_other_options(tmp_path, monkey
     )
     folder = RunFolder(tmp_path)
     first = reproduce.run_table("table4", DATA, folder, "covary reproduce table4 --quick", quick=True)
-    next(first)
-    next(first)
-    with pytest.raises(CovaryError, match=r"lacks 6 cells. Finish it: covary reproduce table4 .*--resume"):
+    assert [next(first) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(CovaryError, match=r"lacks 6 cells. Finish it: covary reproduce table4 .*--checkpoint"):
         reproduce.outcome(folder)
     with pytest.raises(CovaryError, match="was begun with budget"):
         next(reproduce.run_table("table4", DATA, folder, "", quick=True, seeds=2))
     with folder.results.open("a") as file:
         file.write('{"kind": "cell", "setti')  # killed in the middle of a line
     rest = list(reproduce.run_table("table4", DATA, folder, "", quick=True))
-    assert len(rest) == 6
+    assert rest == list(range(2, 9))
     assert len(reproduce.outcome(folder).results) == 8
     page, data, _ = reproduce.write_up(reproduce.outcome(folder), tmp_path)
     assert "Quick form, not the paper's scale: 300 examples" in page.read_text()
@@ -119,9 +118,9 @@ def test_errors(tmp_path):
     for args, says in [
         (["reproduce", "table9"], "EXPERIMENT must be one of"),
         (["reproduce", "table3", "--pixels", "blue"], "--pixels must be"),
-        (["reproduce", "all", "--resume", "x"], "--resume goes on with one table"),
-        (["reproduce", "fig3", "--resume", "x"], "--resume goes on with one table"),
-        (["reproduce", "table4", "--resume", str(tmp_path / "nowhere")], "is not a run folder"),
+        (["reproduce", "all", "--checkpoint", "x"], "--checkpoint is the folder of one experiment"),
+        (["reproduce", "table4", "--resume"], "--resume needs --checkpoint"),
+        (["reproduce", "table4", "--resume", "--checkpoint", str(tmp_path / "nowhere")], "holds no run to go on with"),
         (["reproduce", "table3", "--out", "/dev/null/x"], "A run folder cannot be made in /dev/null/x"),
         (["data", "show", "digits", "--out", str(tmp_path / "no" / "a.png")], "--out must be a .png file"),
         (["data", "show", "digits", "--seed", "-1"], "seed must be"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ class Checkpoints:
         self.rows = 0  # in them
         self.built_on: dict[Path, list[str]] = {}  # what each checkpoint of the folder builds on, where that is known
         self.damaged: list[Path] = []
+        self.run = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
     def newest(self) -> Saved | None:
         """The newest whole checkpoint, or None where there is none; one of another run is refused."""
@@ -180,6 +182,15 @@ class Checkpoints:
             )
 
 
+def sizes(algorithm: Algorithm, x: np.ndarray, members: int = 1) -> tuple[int, int]:
+    """Bytes of a state without the clients', and of one client's, for all members of a sweep."""
+    server, client = (
+        sum(np.size(leaf) for leaf in jax.tree.leaves(init(x)))
+        for init in (algorithm.init_server, algorithm.init_client)
+    )
+    return members * x.itemsize * (server + x.size + 8), members * x.itemsize * client
+
+
 def state_arrays(small: State) -> dict[str, np.ndarray]:
     """A state without the clients', by name."""
     server = {f"server.{name}": getattr(small.server, name) for name in small.server._fields}
@@ -230,7 +241,7 @@ def _digest(*trees: Any, streamed: bool = False) -> str:
     for leaf in jax.tree.leaves(trees):
         digest.update(f"{leaf.dtype} {leaf.shape} ".encode())
         for part in (leaf[:1024], leaf[-1024:]) if streamed else (leaf,):
-            digest.update(np.ascontiguousarray(part).data)
+            digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 

@@ -132,10 +132,13 @@ def refuse_links(folder: Path) -> None:
     Traceback (most recent call last):
     covary.errors.CovaryError: .../results.jsonl is a link: what is written there would change another file. Remove it.
     """
-    for entry in os.scandir(folder):
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-            what = "a link: what is written there would change another file" if entry.is_symlink() else "not a file"
-            raise CovaryError(f"{entry.path} is {what}. Remove it.")
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                what = "is a link: what is written there would change another file"
+                raise CovaryError(f"{entry.path} {what}. Remove it.")
+            if not entry.is_file() and not entry.is_dir():
+                raise CovaryError(f"{entry.path} is neither a file nor a folder. Remove it.")
 
 
 @contextlib.contextmanager

@@ -222,14 +222,14 @@ class OnDevices(Engine):
 class OutsideDevices(Engine):
     """With client states in a store, or with streamed data: one compiled round after the other."""
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: Any, owner: str | None = None):
         super().__init__(*given)
         job, x = self.job, self.job.starts[0]
         row = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), self.algorithm.init_client(x))
         if job.store == "host":
             self.store: Any = HostStore(row, job.plan.n_clients)
         else:
-            self.store = DiskStore(row, job.plan.n_clients, None if job.store == "disk" else Path(job.store))
+            self.store = DiskStore(row, job.plan.n_clients, None if job.store == "disk" else Path(job.store), owner)
         self.state = initial(self.algorithm, job)._replace(clients=None)
         self.form = jax.tree.structure(row)
 

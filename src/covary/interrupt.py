@@ -33,7 +33,10 @@ class Interruption:
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[Interruption]:
-    """Remember the first Ctrl-C or SIGTERM; the second acts as ever. Only the main thread can hear them."""
+    """Remember the first Ctrl-C or SIGTERM; the second acts as ever. Only the main thread can hear them.
+
+    A signal that the process was told to ignore, as `nohup` does, is ignored.
+    """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -47,7 +50,8 @@ def interruptions() -> Iterator[Interruption]:
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, heard)
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, heard)
         yield interruption
     finally:
         for number, handler in before.items():

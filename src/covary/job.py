@@ -19,6 +19,7 @@ from covary.errors import CovaryError, refused
 from covary.plan import Layout, Plan, make_plan
 from covary.problem import Problem
 from covary.program import Program, State, Target, World
+from covary.store import OWNER
 from covary.tune import tuned
 
 CHUNK = 100  # most rounds between two looks from the host
@@ -56,6 +57,7 @@ def prepare(
     average: str | float | None = None,
     measure_loss: bool = True,
     store: str | Path | None = None,
+    resumable: bool = False,
     devices: int | None = None,
     width: int | None = None,
     precision: str | None = None,
@@ -95,7 +97,7 @@ def prepare(
             raise refused(name, f"a number that {starts[0].dtype} can hold", f"{value:g}", "Choose a less extreme one.")
     problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes or passes)
     assert unravel is not None
-    where = _store(store, algorithm, plan, starts[0], problem.data.streamed)
+    where = _store(store, algorithm, plan, starts[0], problem.data.streamed, resumable)
     program = Program(
         recipe=algorithm.recipe or algorithm,
         plan=plan,
@@ -124,7 +126,9 @@ def prepare(
     return Job(plan, layout, program, world, starts, visits, where, passes, goal)
 
 
-def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool) -> str:
+def _store(
+    store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool, resumable: bool
+) -> str:
     """Where client states live: what the user says, else the first place that has room for all."""
     allowed = '"device", "host", "disk" or a new or empty folder'
     if store is not None and not isinstance(store, str | Path):
@@ -145,7 +149,7 @@ def _store(store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.nda
         raise refused("store", allowed, repr(store), f"A folder here is './{store}' or a Path.")
     try:
         Path(store).mkdir(parents=True, exist_ok=True)
-        empty = not any(Path(store).iterdir())
+        empty = not any(Path(store).iterdir()) or (resumable and (Path(store) / OWNER).exists())
     except (OSError, ValueError) as error:
         raise refused("store", allowed, f"{str(store)!r} ({error})", "Give a folder you can write to.") from None
     if not empty:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
-from covary.checkpoint import Checkpoints, description, opened, state_arrays, state_from
+from covary.checkpoint import Checkpoints, description, opened, sizes, state_arrays, state_from
 from covary.checks import whole
 from covary.durable import Damaged
 from covary.engine import History, OnDevices, OutsideDevices
@@ -154,14 +154,16 @@ def simulate(
         average=average,
         eval_every=eval_every,
         store=store,
+        resumable=checkpoint is not None,
         devices=devices,
         width=width,
         precision=precision,
     )
     history = History(log)
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    engine = (OnDevices if job.program.resident else OutsideDevices)(job, algorithm, problem, key, rounds, history)
+    given = (job, algorithm, problem, key, rounds, history)
     if checkpoint is None:
+        engine = OnDevices(*given) if job.program.resident else OutsideDevices(*given)
         engine.advance(rounds, interrupted=lambda: False)
     else:
         about = description(
@@ -181,10 +183,10 @@ def simulate(
             eval_every=eval_every,
             precision=precision,
         )
+        state, row = sizes(algorithm, job.starts[0])
         rows = 8 * rounds * (job.plan.cohort + 2 * len(job.program.evaluated) + 16)  # of the history, at most
-        small = sum(array.nbytes for array in state_arrays(engine.small()).values()) + rows
-        row = sum(field.nbytes for field in engine.rows(np.arange(1)))
-        with opened(checkpoint, about, job.plan.n_clients, small, row) as checkpoints:
+        with opened(checkpoint, about, job.plan.n_clients, state + rows, row) as checkpoints:
+            engine = OnDevices(*given) if job.program.resident else OutsideDevices(*given, owner=checkpoints.run)
             _with_checkpoints(engine, checkpoints, checkpoint_every)
     state, clients = engine.small(), engine.clients()
 

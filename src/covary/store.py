@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import re
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -16,9 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from covary.durable import content_of, refuse_links
 from covary.errors import CovaryError, refused
 
 BLOCK = 1024  # clients read at a time when all are
+OWNER = "run"  # the file of a store's folder that names the run with checkpoints whose states these are
 
 
 class HostStore:
@@ -62,22 +63,30 @@ class DiskStore:
     ([1.0, 1.0, 1.0], (1000000, 3), np.int64(2))
     """
 
-    def __init__(self, row: Any, n_clients: int, folder: Path | None = None):
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="covary-clients-"))
-            self._clean_up = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+    def __init__(self, row: Any, n_clients: int, folder: Path | None = None, owner: str | None = None):
+        """In a folder of the user's, or else in files that are gone as soon as this process is, however it ends.
+
+        `owner` names a run with checkpoints: what it left in the folder when it was stopped is removed.
+        """
         self.folder, self.row = folder, row
+        temporary = tempfile.TemporaryDirectory(prefix="covary-clients-") if folder is None else None
+        path = folder or Path(temporary.name if temporary else "")
+        if folder is not None and owner is not None:
+            _take_over(folder, owner)
         self.places = np.full(n_clients, -1)  # the number of each client's row in the files
         self.used = 0
         leaves, self._form = jax.tree_util.tree_flatten_with_path(row)
         self.files = [
-            RowFile(folder / f"{_name(path, number)}.rows", leaf.shape, leaf.dtype, "x")
-            for number, (path, leaf) in enumerate(leaves)
+            RowFile(path / f"{_name(key, number)}.rows", leaf.shape, leaf.dtype, "x")
+            for number, (key, leaf) in enumerate(leaves)
         ]
+        if temporary:
+            temporary.cleanup()  # the open files are read and written all the same
 
     def save_places(self) -> None:
         """Beside the rows, where each client's is: without it, they could not be told apart later."""
-        np.save(self.folder / "places.npy", self.places)
+        if self.folder is not None:
+            np.save(self.folder / "places.npy", self.places)
 
     @property
     def seen(self) -> np.ndarray:
@@ -101,6 +110,19 @@ class DiskStore:
             file.write(places, np.ascontiguousarray(values, file.dtype))
         self.places[ids] = places
         self.used += int(new.sum())
+
+
+def _take_over(folder: Path, owner: str) -> None:
+    """Make a folder that the same run used before empty again: its checkpoint has the states to go on with."""
+    refuse_links(folder)
+    mark = folder / OWNER
+    if mark.exists():
+        if content_of(mark, 100).decode(errors="replace") != owner:
+            fix = "Give a new folder: what another run left is not overwritten."
+            raise refused("store", "a folder without client states of another run", str(folder), fix)
+        for path in [*folder.glob("*.rows"), folder / "places.npy"]:
+            path.unlink(missing_ok=True)
+    mark.write_text(owner)
 
 
 class Rows:

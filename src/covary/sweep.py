@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
-from covary.checkpoint import Checkpoints, description, opened, state_arrays, state_from
+from covary.checkpoint import Checkpoints, description, opened, sizes, state_arrays, state_from
 from covary.checks import whole
 from covary.devices import AXIS, lay_out, memory, to_host
 from covary.durable import Damaged
@@ -199,10 +199,10 @@ def sweep(
             groups=going.groups,
             precision=precision,
         )
-        columns = 2 * len(job.program.evaluated) + 16
-        small = sum(a.nbytes for a in going.arrays().values()) + 8 * len(points) * len(seeds) * rounds * columns
-        row = sum(field.nbytes for field in going.rows(np.arange(1)))
-        with opened(checkpoint, about, job.plan.n_clients, small, row) as checkpoints:
+        members = len(points) * len(seeds)
+        state, row = sizes(algorithms[0], job.starts[0], members)
+        curves = 8 * rounds * members * (2 * len(job.program.evaluated) + 16)
+        with opened(checkpoint, about, job.plan.n_clients, state + curves, row) as checkpoints:
             _with_checkpoints(going, checkpoints, checkpoint_every, log)
     table = [
         _row(point, seed, going, (p, s), job.program.evaluated)

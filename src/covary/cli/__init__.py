@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -40,6 +41,7 @@ def covary(
 
 def main() -> None:
     """Entry point: covary's own refusals are one line on the terminal and exit code 2, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: save, and say how to go on
     try:
         app()
     except CovaryError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import shlex
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from covary import algorithms
 from covary.algorithm import Algorithm
-from covary.errors import refused
+from covary.checkpoint import CheckpointWarning
+from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.report.folder import RunFolder
 
 console = Console(highlight=False)
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
@@ -39,12 +44,76 @@ WarmStart = Annotated[bool, typer.Option("--warm-start", help="Set c_i = g_i(x^0
 Weights = Annotated[str, typer.Option(help="uniform or examples.")]
 Target = Annotated[float | None, typer.Option(help="Stop at this test accuracy.")]
 Out = Annotated[Path, typer.Option(help="Where to make the run folder.")]
+Checkpoint = Annotated[Path | None, typer.Option(help="This run folder instead; the same command goes on with it.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Refuse to begin anew: --checkpoint must hold a run.")]
+Every = Annotated[int, typer.Option(help="Rounds between two checkpoints.")]
+NOT_OF_THE_RUN = ("checkpoint", "resume", "checkpoint_every", "out", "data")  # options that may change when it goes on
 
 
 def bar(unit: str, quiet: bool = False) -> Progress:
     """A progress bar that goes away when the work is done."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=quiet)
+
+
+@contextlib.contextmanager
+def run_folder(
+    context: typer.Context, name: str, out: Path, checkpoint: Path | None, resume: bool
+) -> Iterator[RunFolder]:
+    """The folder of a command's results and checkpoints: a new one, or the one given, which may hold a run to go on
+    with. When the command is stopped, the user is told how to go on; when it is refused, nothing is left behind."""
+    if resume and checkpoint is None:
+        raise CovaryError("--resume needs --checkpoint DIR: the folder of the run to go on with.")
+    if resume and checkpoint is not None and not RunFolder(checkpoint).begun:
+        raise CovaryError(f"{checkpoint} holds no run to go on with. Leave --resume out to begin one there.")
+    folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
+    try:
+        given = {key: value for key, value in context.params.items() if key not in NOT_OF_THE_RUN}
+        folder.settle({"command": context.info_name, **given})
+        with _warnings_shown():
+            yield folder
+    except KeyboardInterrupt:
+        if folder.begun:
+            told = f"Saved in {folder.path}. To go on:\n{_command(context, folder.path)}"
+        else:
+            told = "Nothing was done yet."
+            folder.discard()
+        console.print(f"\nStopped. {told}", soft_wrap=True, markup=False)
+        raise typer.Exit(130) from None
+    except BaseException:
+        folder.discard()
+        raise
+
+
+@contextlib.contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Warnings of covary's own as lines for the user, not as a programmer's."""
+    usual = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, DivergenceWarning | CheckpointWarning):
+            console.print(str(message), style="yellow", markup=False, soft_wrap=True)
+        else:
+            usual(message, category, *rest, **more)
+
+    with warnings.catch_warnings():
+        for category in (DivergenceWarning, CheckpointWarning):
+            warnings.simplefilter("always", category)
+        warnings.showwarning = show
+        yield
+
+
+def _command(context: typer.Context, folder: Path) -> str:
+    """The command that goes on with a folder: the options that were given, and where."""
+    words = ["covary", str(context.info_name)]
+    for parameter in context.command.params:
+        name, source = str(parameter.name), context.get_parameter_source(str(parameter.name))
+        value = context.params.get(name)
+        if name in ("checkpoint", "resume", "out") or value is None or source is None or source.name == "DEFAULT":
+            continue
+        option = [] if parameter.param_type_name == "argument" else [parameter.opts[-1]]
+        words += option if value is True else [*option, str(value)]
+    return shlex.join([*words, "--checkpoint", str(folder), "--resume"])
 
 
 def factory_of(name: str) -> Callable[..., Algorithm]:

@@ -6,63 +6,67 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from covary.checks import whole
-from covary.cli.common import Out, bar, console
+from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
 
 def compare(
+    context: typer.Context,
     rounds: Annotated[int, typer.Option(help="Most rounds of a run.")] = 300,
     target: Annotated[float, typer.Option(help="Test accuracy to reach.")] = 0.95,
     seeds: Annotated[int, typer.Option(help="Seeds to average over.")] = 3,
     out: Out = Path("runs"),
+    checkpoint: Checkpoint = None,
+    resume: Resume = False,
 ) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on handwritten digits, each with its step-size tuned.
 
     20 clients of 0, 10 and 100 % similarity, 20 % of them sampled a round, 5 epochs of 5 steps: the paper's setup on a
-    data set that needs no download.
+    data set that needs no download. Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which
+    command.
 
     Example: covary compare --seeds 1 --rounds 100
     """
     from covary.experiments.common import Budget
     from covary.experiments.digits import SETTINGS
     from covary.experiments.digits import compare as cells
+    from covary.experiments.folder import held_cells, keep_cell
 
     if not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
     whole("--rounds", rounds, 1)
     budget = Budget(clients=20, rounds=rounds, seeds=tuple(range(whole("--seeds", seeds, 1))), step_sizes=7)
-    folder = RunFolder.create("compare", out)
-    folder.append({"kind": "header", "data": "digits", "target": target, "budget": asdict(budget)})
-    results = []
-    try:
+    with run_folder(context, "compare", out, checkpoint, resume) as folder:
+        header = {"kind": "header", "data": "digits", "target": target, "budget": asdict(budget)}
+        done = held_cells(folder, header, ("data", "target", "budget"))
         with bar("cells") as progress:
-            task = progress.add_task("compiling", total=len(SETTINGS))
+            task = progress.add_task("compiling", total=len(SETTINGS), completed=len(done))
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
                 progress.update(task, description=f"{cell}: round {number}, {values['running']:g} runs going on")
 
-            for cell, curves in cells(budget, target, log):
-                folder.append({"kind": "cell", **asdict(cell), "curves": curves})
-                results.append((cell, curves["accuracy"]))
+            todo = [setting for setting in SETTINGS if setting not in done]
+            for cell, curves in cells(todo, budget, target, log, folder.checkpoint):
+                keep_cell(folder, cell, curves=curves)
                 progress.advance(task)
-    except KeyboardInterrupt:
-        console.print(f"\nStopped. The cells that were done are in {folder.results}.")
-        raise typer.Exit(130) from None
-    _show(results, budget, target, folder)
+        _show(folder, budget, target)
 
 
-def _show(results: list[Any], budget: Any, target: float, folder: RunFolder) -> None:
+def _show(folder: RunFolder, budget: Any, target: float) -> None:
     from covary.experiments.digits import ALGORITHMS, SIMILARITIES
+    from covary.experiments.folder import cell_from
     from covary.report.plots import save_curves
     from covary.report.tables import rounds_table
 
     rounds: dict[str, dict[str, float]] = {f"{100 * s:g} % similarity": {} for s in SIMILARITIES}
     curves: dict[str, dict[str, Any]] = {heading: {} for heading in rounds}
-    for cell, accuracy in results:
+    for record in folder.read()[1:]:
+        cell, accuracy = cell_from(record), np.array(record["curves"]["accuracy"], float)
         heading, algorithm = f"{100 * cell.setting.similarity:g} % similarity", cell.setting.algorithm
         rounds[heading][algorithm] = cell.mean_rounds
         curves[heading][algorithm] = accuracy

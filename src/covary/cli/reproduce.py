@@ -8,23 +8,26 @@ from typing import Annotated
 import typer
 
 from covary.checks import whole
-from covary.cli.common import Out, bar, console
+from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder
 from covary.errors import CovaryError, refused
 from covary.report.folder import RunFolder
 
 
 def reproduce(
+    context: typer.Context,
     experiment: Annotated[str, typer.Argument(help="fig3, table3, table4, table5 or all.")],
     data: Annotated[Path, typer.Option(help="Folder with EMNIST's official files.")] = Path("data"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller data and fewer rounds, the same code.")] = False,
     pixels: Annotated[str, typer.Option(help="paper-white, ink, or auto: what lands nearest to the paper.")] = "auto",
     seeds: Annotated[int | None, typer.Option(help="How many seeds. \\[default: 3; quick: 1]")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with a run folder that was stopped.")] = None,
     out: Out = Path("runs"),
+    checkpoint: Checkpoint = None,
+    resume: Resume = False,
 ) -> None:
     """Reproduce a figure or table of the SCAFFOLD paper, and check its claims on what is measured.
 
-    The tables need EMNIST: covary data emnist --root data. Without a GPU use --quick.
+    The tables need EMNIST: covary data emnist --root data. Without a GPU use --quick. Stopped by Ctrl-C or a crash, it
+    goes on where it was: with Ctrl-C it says by which command.
 
     Example: covary reproduce table3 --data data --quick
     """
@@ -34,24 +37,18 @@ def reproduce(
         raise refused("EXPERIMENT", f"one of {', '.join(EXPERIMENTS)}, all", experiment, "Try: covary reproduce fig3.")
     if pixels not in ("auto", "paper-white", "ink"):
         raise refused("--pixels", "auto, paper-white or ink", pixels, "Leave it out for what is nearest to the paper.")
-    if resume is not None and experiment in ("all", "fig3"):
-        raise CovaryError("--resume goes on with one table: name it. The figure takes seconds and needs none.")
+    if checkpoint is not None and experiment == "all":
+        raise CovaryError("--checkpoint is the folder of one experiment: name it instead of all.")
     if seeds is not None:
         whole("--seeds", seeds, 1)
     options = [*(["--quick"] if quick else []), *(["--pixels", pixels] if pixels != "auto" else [])]
     options += [] if seeds is None else ["--seeds", str(seeds)]
     for name in EXPERIMENTS if experiment == "all" else (experiment,):
-        folder = RunFolder(resume) if resume is not None else RunFolder.create(f"reproduce-{name}", out)
-        if resume is not None:
-            folder.read()  # refuses what is not a run folder
+        context.params["experiment"] = name
         command = " ".join(["covary reproduce", name, *([] if name == "fig3" else ["--data", "DIR", *options])])
         paper_white = None if pixels == "auto" else pixels == "paper-white"
-        try:
+        with run_folder(context, f"reproduce-{name}", out, checkpoint, resume) as folder:
             _reproduce(name, data, folder, command, quick, paper_white, seeds)
-        except KeyboardInterrupt:
-            again = " ".join(["covary reproduce", name, "--data", str(data), *options, "--resume", str(folder.path)])
-            console.print(f"\nStopped. What was measured is kept. To go on: {again}", soft_wrap=True)
-            raise typer.Exit(130) from None
 
 
 def _reproduce(
@@ -64,14 +61,13 @@ def _reproduce(
         run_figure(folder, command)
     else:
         with bar("cells") as progress:
-            held = sum(r["kind"] == "cell" for r in folder.read()) if folder.results.exists() else 0
-            task = progress.add_task("reading EMNIST", total=cells_of(name, quick), completed=held)
+            task = progress.add_task("reading EMNIST", total=cells_of(name, quick))
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
                 progress.update(task, description=f"{cell}: round {number}, {values['running']:g} runs going on")
 
-            for _ in run_table(name, data, folder, command, quick, paper_white, seeds, log):
-                progress.advance(task)
+            for number in run_table(name, data, folder, command, quick, paper_white, seeds, log):
+                progress.update(task, completed=number)
     result = outcome(folder)
     console.print(plain_table(f"{name}: {result.header['data']}", *result.table))
     if result.header.get("quick"):

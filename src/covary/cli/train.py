@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import time
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from covary.checks import whole
 from covary.cli import common
 from covary.cli.common import bar, console, factory_of
-from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.report.folder import RunFolder
+from covary.errors import CovaryError, refused
 
 
 def run(
+    context: typer.Context,
     algorithm: common.Name,
     eta_l: Annotated[float, typer.Option(help="Local step-size.")] = 0.3,
     eta_g: Annotated[float | None, typer.Option(help="Global step-size.")] = None,
@@ -38,8 +39,13 @@ def run(
     target: common.Target = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     out: common.Out = Path("runs"),
+    checkpoint: common.Checkpoint = None,
+    checkpoint_every: common.Every = 100,
+    resume: common.Resume = False,
 ) -> None:
     """Run one algorithm on handwritten digits and show how it goes.
+
+    Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which command.
 
     Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
     """
@@ -50,44 +56,34 @@ def run(
     chosen = _build(algorithm, given)
     problem = digits_problem(clients, similarity, hidden)
     options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
-    RunFolder.refuse_unwritable(out)
-    folder: RunFolder | None = None
-    last: dict[str, float] = {}
+    options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
     started = time.perf_counter()
-    with bar("rounds") as progress, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DivergenceWarning)
+    with (
+        common.run_folder(context, f"run-{algorithm}", out, checkpoint, resume) as folder,
+        bar("rounds") as progress,
+    ):
         task = progress.add_task("compiling", total=rounds)
 
         def log(number: int, values: dict[str, float]) -> None:
-            nonlocal folder
-            folder = folder or RunFolder.create(f"run-{algorithm}", out)
             folder.append({"round": number, **values})
-            last.update(values, round=number)
             what = f"{algorithm}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.4f}"
             progress.update(task, completed=number, description=what)
 
-        try:
-            result = simulate(chosen, problem, rounds=rounds, seed=seed, log=log, **options)
-        except KeyboardInterrupt:
-            where = f" The {last['round']:g} rounds done are in {folder.results}." if folder else ""
-            console.print(f"\nStopped.{where}", soft_wrap=True)
-            raise typer.Exit(130) from None
-    for warning in caught:
-        console.print(str(warning.message), style="yellow", markup=False)
-    if folder is not None:
-        console.print(
-            f"{chosen}: {result.rounds} rounds in {time.perf_counter() - started:.1f} s, "
-            f"loss {last['loss']:.4f}, test accuracy {last['accuracy']:.4f}",
-            soft_wrap=True,
-        )
-        if result.reached:
-            console.print(f"Reached test accuracy {target:g} in round {result.reached}.")
-        console.print(f"Rounds: {folder.results}", soft_wrap=True)
+        result = simulate(chosen, problem, rounds=rounds, seed=seed, log=log, checkpoint=folder.checkpoint, **options)
+        folder.rewrite(_records(result.history))  # a round that was done twice is there once
+    told = f"{chosen}: {result.rounds} rounds in {time.perf_counter() - started:.1f} s"
+    if result.rounds:
+        told += f", loss {result.history['loss'][-1]:.4f}, test accuracy {result.history['accuracy'][-1]:.4f}"
+    console.print(told, soft_wrap=True)
+    if result.reached:
+        console.print(f"Reached test accuracy {target:g} in round {result.reached}.")
+    console.print(f"Rounds: {folder.results}", soft_wrap=True)
     if result.diverged:
         raise typer.Exit(1)
 
 
 def sweep(
+    context: typer.Context,
     algorithm: common.Name,
     eta_l: Annotated[str, typer.Option(help="Local step-sizes, separated by commas.")] = "0.03,0.1,0.3,1,3",
     eta_g: Annotated[str | None, typer.Option(help="Global step-sizes, likewise.")] = None,
@@ -105,8 +101,13 @@ def sweep(
     target: common.Target = None,
     race: Annotated[bool, typer.Option("--race", help="Stop when the best is certain (needs --target).")] = False,
     out: common.Out = Path("runs"),
+    checkpoint: common.Checkpoint = None,
+    checkpoint_every: common.Every = 100,
+    resume: common.Resume = False,
 ) -> None:
     """Try every combination of step-sizes and seeds on handwritten digits, as one compiled program.
+
+    Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which command.
 
     Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
     """
@@ -122,25 +123,27 @@ def sweep(
     options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
     whole("--rounds", rounds, 1)
     whole("--seeds", seeds, 1)
-    RunFolder.refuse_unwritable(out)
+    options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1), "race": race}
     started = time.perf_counter()
-    try:
-        with bar("rounds") as progress:
-            task = progress.add_task("compiling", total=rounds)
+    with common.run_folder(context, f"sweep-{algorithm}", out, checkpoint, resume) as folder, bar("rounds") as progress:
+        task = progress.add_task("compiling", total=rounds)
 
-            def log(number: int, values: dict[str, float]) -> None:
-                progress.update(task, completed=number, description=f"{algorithm}  {values['running']:g} runs going on")
+        def log(number: int, values: dict[str, float]) -> None:
+            progress.update(task, completed=number, description=f"{algorithm}  {values['running']:g} runs going on")
 
-            tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, race=race, log=log, **options)
-    except KeyboardInterrupt:
-        console.print("\nStopped. Nothing was kept: a sweep's runs end together.")
-        raise typer.Exit(130) from None
-    folder = RunFolder.create(f"sweep-{algorithm}", out)
-    for row in tried.table:
-        folder.append(row)
+        options |= {"log": log, "checkpoint": folder.checkpoint}
+        tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, **options)
+        folder.rewrite(tried.table)
     seconds = time.perf_counter() - started
     console.print(sweep_table(tried, f"{algorithm} on digits: {len(tried.table)} runs in {seconds:.1f} s"))
     console.print(f"Raw results: {folder.results}", soft_wrap=True)
+
+
+def _records(history: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+    """A history as the lines that were written while it grew."""
+    names = [name for name, column in history.items() if column.ndim == 1 and name != "round"]
+    for at, number in enumerate(history["round"]):
+        yield {"round": int(number), **{name: float(history[name][at]) for name in names}}
 
 
 def _build(name: str, given: dict[str, Any]) -> Any:

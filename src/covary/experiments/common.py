@@ -36,6 +36,13 @@ class Setting:
     local_epochs: int = 5
     clients_per_round: float = 0.2
 
+    def place(self, folder: Path | None) -> Path | None:
+        """Where the checkpoints of this cell are."""
+        if folder is None:
+            return None
+        parts = (self.similarity, self.clients_per_round, self.local_epochs)
+        return folder / "-".join([self.algorithm, *(f"{part:g}" for part in parts)])
+
     def __str__(self) -> str:
         epochs = "" if self.algorithm == "sgd" else f", {self.local_epochs} epochs"
         return (
@@ -131,6 +138,7 @@ def attempt(
     rounds: int,
     target: float | None,
     log: Log | None = None,
+    checkpoint: Path | None = None,
 ) -> Sweep:
     """The runs of a cell at some step-sizes, with every seed: a race to the target accuracy if there is one."""
     return sweep(
@@ -146,6 +154,7 @@ def attempt(
         eval_every=budget.eval_every,
         race=target is not None,
         log=functools.partial(log, str(setting)) if log is not None else None,
+        checkpoint=checkpoint,
     )
 
 
@@ -156,6 +165,7 @@ def tune(
     centre: float,
     target: float | None,
     log: Log | None = None,
+    checkpoint: Path | None = None,
 ) -> Cell:
     """Find the best step-size of a cell, as the paper does for every algorithm.
 
@@ -164,8 +174,9 @@ def tune(
     """
     started = time.perf_counter()
     grid = step_sizes(centre, budget.step_sizes)
-    members = attempt(setting, problem, budget, grid, budget.rounds, target, log).table
-    for _ in range(6):
+    places = [None if checkpoint is None else checkpoint / str(number) for number in range(7)]
+    members = attempt(setting, problem, budget, grid, budget.rounds, target, log, places[0]).table
+    for place in places[1:]:
         best, least = _best(members), min(m["eta_l"] for m in members)
         if best not in (least, max(m["eta_l"] for m in members)):
             break
@@ -173,7 +184,7 @@ def tune(
         score = _score(members, best)[0]
         most = len(budget.seeds) * score  # a point whose seeds take longer has a worse mean
         rounds = budget.rounds if np.isinf(most) else min(budget.rounds, int(most) + 1)
-        members += attempt(setting, problem, budget, [beyond], rounds, target, log).table
+        members += attempt(setting, problem, budget, [beyond], rounds, target, log, place).table
     best = _best(members)
     chosen = [m for m in members if m["eta_l"] == best]
     return Cell(
@@ -194,11 +205,13 @@ def measure(
     target: float | None,
     network: bool,
     log: Log | None = None,
+    checkpoint: Path | None = None,
 ) -> Iterator[Cell]:
     """The cells of a table, one after the other, each with its step-size tuned around its algorithm's centre."""
     problems = {s: emnist.problem(s, budget, network) for s in {setting.similarity for setting in todo}}
     for setting in todo:
-        yield tune(setting, problems[setting.similarity], budget, centre[setting.algorithm], target, log)
+        problem, place = problems[setting.similarity], setting.place(checkpoint)
+        yield tune(setting, problem, budget, centre[setting.algorithm], target, log, place)
 
 
 def _score(members: list[dict[str, Any]], eta_l: float) -> tuple[float, float]:
@@ -210,11 +223,6 @@ def _score(members: list[dict[str, Any]], eta_l: float) -> tuple[float, float]:
 
 def _best(members: list[dict[str, Any]]) -> float:
     return min({m["eta_l"] for m in members}, key=lambda eta_l: _score(members, eta_l))
-
-
-def cell_from(record: dict[str, Any]) -> Cell:
-    """A cell from its JSON record."""
-    return Cell(**{**record, "setting": Setting(**record["setting"])})
 
 
 def fewer(first: float, second: float) -> bool | None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -26,11 +27,14 @@ def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
     return supervised(model, partition.by_similarity(x, y, clients, similarity), test)
 
 
-def compare(budget: Budget, target: float, log: Log | None = None) -> Iterator[tuple[Cell, dict[str, np.ndarray]]]:
-    """Every cell with its step-size tuned, and the whole curves of its best step-size: metric -> (seeds, rounds)."""
+def compare(
+    todo: Sequence[Setting], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
+) -> Iterator[tuple[Cell, dict[str, np.ndarray]]]:
+    """Cells with their step-size tuned, and the whole curves of the best step-size: metric -> (seeds, rounds)."""
     problems = {similarity: digits_problem(budget.clients, similarity) for similarity in SIMILARITIES}
-    for setting in SETTINGS:
-        problem = problems[setting.similarity]
-        cell = tune(setting, problem, budget, CENTRE, target, log)
-        whole = attempt(setting, problem, budget, [cell.eta_l], budget.rounds, target=None, log=log)
+    for setting in todo:
+        problem, place = problems[setting.similarity], setting.place(checkpoint)
+        cell = tune(setting, problem, budget, CENTRE, target, log, place)
+        curves = None if place is None else place / "curves"
+        whole = attempt(setting, problem, budget, [cell.eta_l], budget.rounds, None, log, curves)
         yield cell, {name: curve[0] for name, curve in whole.curves.items()}

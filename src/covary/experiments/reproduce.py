@@ -17,7 +17,8 @@ import jax
 from covary import __version__ as covary_version
 from covary.errors import CovaryError
 from covary.experiments import fig3, table3, table4, table5
-from covary.experiments.common import Budget, Cell, Claim, Log, Setting, cell_from, load_emnist, measure
+from covary.experiments.common import Budget, Claim, Log, load_emnist, measure
+from covary.experiments.folder import cell_from, held_cells, keep_cell
 from covary.report.folder import RunFolder
 
 TABLES = {"table3": table3, "table4": table4, "table5": table5}
@@ -45,8 +46,8 @@ def run_table(
     paper_white: bool | None = None,
     seeds: int | None = None,
     log: Log | None = None,
-) -> Iterator[Cell]:
-    """Measure every cell that the folder does not hold yet, and keep each as soon as it is known."""
+) -> Iterator[int]:
+    """Measure every cell that the folder does not hold yet, and keep each as soon as it is known; yields how many."""
     table = TABLES[name]
     started = time.perf_counter()
     budget: Budget = table.QUICK if quick else table.FULL
@@ -61,17 +62,20 @@ def run_table(
         "command": command,
         **machine(),
     }
-    done = _held(folder, header)
+    done = held_cells(folder, header, ("experiment", "data", "quick", "budget", "device", "versions"))
     todo = [setting for setting in table.settings(quick) if setting not in done]
     target = table.QUICK_TARGET if quick else table.TARGET
-    for cell in measure(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log):
-        folder.append({"kind": "cell", **asdict(cell)})
-        yield cell
+    yield len(done)
+    cells = measure(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
+    for number, cell in enumerate(cells, len(done) + 1):
+        keep_cell(folder, cell)
+        yield number
     folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
 
 
 def run_figure(folder: RunFolder, command: str) -> None:
-    folder.append({"kind": "header", "experiment": "fig3", "data": "simulated", "command": command, **machine()})
+    header = {"kind": "header", "experiment": "fig3", "data": "simulated", "command": command, **machine()}
+    folder.rewrite([header])  # what was there is measured again: it takes seconds
     started = time.perf_counter()
     for curve in fig3.run():
         folder.append({"kind": "curve", "seconds": time.perf_counter() - started, **curve})
@@ -89,18 +93,22 @@ def outcome(folder: RunFolder) -> Outcome:
     name = header.get("experiment")
     if name not in EXPERIMENTS:
         raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a folder that covary reproduce made.")
-    seconds = max(sum(r.get("seconds", 0.0) for r in records), sum(r.get("wall_seconds", 0.0) for r in records))
-    records = [{k: v for k, v in record.items() if k != "kind"} for record in records if record["kind"] != "end"]
+    seconds = max(_total(records, "seconds"), _total(records, "wall_seconds"))
+    records = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") != "end"]
     if name == "fig3":
         return Outcome(name, header, fig3.rows(records), fig3.claims(records), records, seconds)
     cells = [cell_from(record) for record in records]
     missing = cells_of(name, header["quick"]) - len(cells)
     if missing:
         raise CovaryError(
-            f"{folder.path} lacks {missing} cells. Finish it: covary reproduce {name} --resume {folder.path}"
+            f"{folder.path} lacks {missing} cells. Finish it: covary reproduce {name} --checkpoint {folder.path}"
         )
     table, limit = TABLES[name], header["budget"]["rounds"]
     return Outcome(name, header, table.rows(cells, limit), table.claims(cells, limit), cells, seconds)
+
+
+def _total(records: list[dict[str, Any]], name: str) -> float:
+    return float(sum(v for v in (record.get(name) for record in records) if isinstance(v, int | float)))
 
 
 def write_up(result: Outcome, folder: Path) -> list[Path]:
@@ -147,23 +155,6 @@ def _version(package: str) -> str:
 
 def _cpu() -> str:
     return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
-
-
-def _held(folder: RunFolder, header: dict[str, Any]) -> set[Setting]:
-    """The settings that the folder holds already; a new folder gets the header."""
-    if not folder.results.exists():
-        folder.append(header)
-        return set()
-    folder.drop_torn_line()
-    first, *records = folder.read()
-    for key in ("experiment", "data", "quick", "budget", "device", "versions"):
-        if json.loads(json.dumps(header[key])) != first.get(key):
-            raise CovaryError(
-                f"{folder.path} was begun with {key} = {first.get(key)}, not {header[key]}. "
-                "Give the same options, or start anew."
-            )
-    cells = [{k: v for k, v in record.items() if k != "kind"} for record in records if record["kind"] == "cell"]
-    return {cell_from(cell).setting for cell in cells}
 
 
 def _markdown(result: Outcome, title: str) -> str:

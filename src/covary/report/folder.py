@@ -1,21 +1,29 @@
-"""The run folder: raw results as JSON lines, written as they come, and the pictures made from them."""
+"""The run folder: raw results as JSON lines, written as they come, checkpoints, and the pictures made from them."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import os
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from covary.durable import content_of, held, refuse_links, replace
 from covary.errors import CovaryError
+
+LARGEST = 2**30  # bytes of results that are read
 
 
 class RunFolder:
     """A folder for one command's results. Each line of `results.jsonl` is whole as soon as it is appended.
+
+    A folder that was created or opened is held against other processes for as long as this object lives.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -28,10 +36,15 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.results = path / "results.jsonl"
+        self.checkpoint = path / "checkpoint"
+        self._settings = path / "run.json"
+        self._made: list[Path] = []  # the folders that were not there before
+        self._hold = contextlib.ExitStack()
 
     @classmethod
     def create(cls, command: str, parent: str | Path = "runs") -> RunFolder:
         """A new folder under `parent`, named after the time and the command."""
+        made = [Path(parent)] if not Path(parent).exists() else []
         stem = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{command}"
         for attempt in range(1, 1000):
             path = Path(parent) / (stem if attempt == 1 else f"{stem}-{attempt}")
@@ -43,8 +56,54 @@ class RunFolder:
                 raise CovaryError(
                     f"A run folder cannot be made in {parent} ({error}). Choose another with --out."
                 ) from None
-            return cls(path)
+            folder = cls(path)
+            folder._made = [path, *made]
+            folder._hold.enter_context(held(path))
+            return folder
         raise CovaryError(f"1,000 run folders named {stem} exist already in {parent}. Choose another with --out.")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder under this very name, made if need be."""
+        folder = cls(path)
+        folder._made = [] if path.exists() else [path]
+        folder._hold.enter_context(held(path))
+        for parent, *_ in os.walk(path):
+            refuse_links(Path(parent))
+        return folder
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to go on with."""
+        return self.results.exists() or any(self.checkpoint.rglob("*.safetensors"))
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Say what the results are of; a folder that holds those of something else is refused."""
+        settings = json.loads(json.dumps(plain(dict(settings)), default=str))
+        if not self._settings.exists():
+            if self.begun:
+                raise CovaryError(f"{self.path} holds results of another program. Give another folder.")
+            replace(self._settings, json.dumps(settings).encode())
+            return
+        try:
+            then = json.loads(content_of(self._settings, 2**20))
+            apart = [name for name in {**then, **settings} if then.get(name) != settings.get(name)]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CovaryError(f"{self._settings} is damaged ({error}). Start anew in another folder.") from None
+        if apart:
+            told = "; ".join(f"{name} was {then.get(name)} and is {settings.get(name)}" for name in apart)
+            raise CovaryError(
+                f"{self.path} holds another run: {told}. Give the options it was begun with, or another folder."
+            )
+
+    def discard(self) -> None:
+        """Remove a folder that was made for nothing: refused before there was a result."""
+        if self._made and not self.begun:
+            self._hold.close()
+            shutil.rmtree(self.path, ignore_errors=True)
+            for parent in self._made[1:]:
+                with contextlib.suppress(OSError):  # others have come in
+                    parent.rmdir()
 
     @staticmethod
     def refuse_unwritable(parent: Path) -> None:
@@ -60,16 +119,19 @@ class RunFolder:
                 f"{self.path} is not a run folder: it has no results.jsonl. Pass a folder that covary made."
             )
         try:
-            records = [json.loads(line) for line in self.results.read_text(encoding="utf-8").split("\n")[:-1]]
-        except ValueError as error:
+            lines = content_of(self.results, LARGEST).decode().split("\n")[:-1]
+            records = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError) as error:
             raise CovaryError(f"{self.results} is damaged ({error}). Start anew in another folder.") from None
+        if not all(isinstance(record, dict) for record in records):
+            raise CovaryError(f"{self.results} is not what covary writes. Start anew in another folder.")
         if not records:
             raise CovaryError(f"{self.results} is empty. Start anew in another folder.")
         return records
 
     def drop_torn_line(self) -> None:
         """Cut off a last line that a crash left without its end, before more is appended."""
-        content = self.results.read_bytes()
+        content = content_of(self.results, LARGEST)
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             with self.results.open("r+b") as file:
@@ -77,11 +139,31 @@ class RunFolder:
 
     def append(self, record: dict[str, Any], durable: bool = False) -> None:
         """Add a line; a durable one is on the disk when this returns."""
-        with self.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            with self.results.open("a", encoding="utf-8") as file:
+                file.write(_line(record))
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def rewrite(self, records: Iterable[dict[str, Any]]) -> None:
+        """All lines anew, in one step."""
+        try:
+            replace(self.results, "".join(map(_line, records)).encode())
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> CovaryError:
+        return CovaryError(
+            f"{self.results} cannot be written ({error.strerror}). What is there is whole: free some space, or copy "
+            "the folder to where there is more, and go on with the copy."
+        )
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(plain(record), allow_nan=False) + "\n"
 
 
 def plain(value: Any) -> Any:

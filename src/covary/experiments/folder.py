@@ -1,0 +1,52 @@
+"""Cells of a table in a run folder: each is kept as soon as it is measured, and not measured again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from covary.errors import CovaryError
+from covary.experiments.common import Cell, Setting
+from covary.report.folder import RunFolder
+
+
+def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Setting]:
+    """The settings that the folder holds already; a new folder gets the header, an old one must have its like."""
+    if not folder.results.exists():
+        folder.append(header, durable=True)
+        return set()
+    folder.drop_torn_line()
+    if not folder.results.stat().st_size:
+        folder.append(header, durable=True)
+        return set()
+    first, *records = folder.read()
+    for key in same:
+        if json.loads(json.dumps(header[key])) != first.get(key):
+            raise CovaryError(
+                f"{folder.path} was begun with {key} = {first.get(key)}, not {header[key]}. "
+                "Give the same options, or start anew."
+            )
+    return {cell_from(record).setting for record in records if record.get("kind") == "cell"}
+
+
+def keep_cell(folder: RunFolder, cell: Cell, **more: Any) -> None:
+    """Add a cell; its checkpoints are not needed any more."""
+    folder.append({"kind": "cell", **asdict(cell), **more}, durable=True)
+    place = cell.setting.place(folder.checkpoint)
+    if place is not None:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def cell_from(record: dict[str, Any]) -> Cell:
+    """A cell from its JSON record."""
+    try:
+        own = {field.name: record[field.name] for field in fields(Cell)}
+        cell = Cell(**{**own, "setting": Setting(**record["setting"])})
+        hash(cell.setting)
+        assert isinstance(cell.mean_rounds + cell.mean_accuracy + cell.eta_l + cell.seconds, float)
+        return cell
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise CovaryError(f"A line of results.jsonl is no cell of covary's ({error!r}). Start anew.") from None
