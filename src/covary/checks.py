@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,28 @@ def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     if value > most:
         raise refused(name, f"at most {most:,}", f"{value:,}", f"Try {max(least, 10)}.")
     return int(value)
+
+
+def array(name: str, value: Any) -> np.ndarray:
+    """The value as an array, refused unless its rows are of one length."""
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise refused(name, "an array", f"{type(value).__name__} ({error})", "Give all rows the same length.") from None
+
+
+def path(name: str, value: Any) -> Path:
+    """The value as a path, refused unless it can be one."""
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        raise refused(name, "a path", repr(value), "Pass a text or a pathlib.Path.")
+    return Path(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value as a bool, refused unless it is one."""
+    if not isinstance(value, bool | np.bool_):
+        raise refused(name, "True or False", repr(value), "Leave it out for the default.")
+    return bool(value)
 
 
 def positive(name: str, value: Any) -> None:
@@ -41,12 +64,12 @@ def _number(name: str, value: Any) -> float:
             "step is -eta_l times a gradient, so with momentum or Adam (x - y)/(K eta_l) would be wrong. "
             f"Pass {name}=0.1, say, and tune it."
         )
-    array = np.asarray("not a number") if isinstance(value, bool | str) else np.asarray(value)
-    if array.ndim > 0:
-        raise refused(name, "one number", f"an array of shape {array.shape}", "Use covary.sweep for many values.")
-    if array.dtype.kind not in "fiu" or not np.isfinite(array):
+    number = np.asarray("not a number") if isinstance(value, bool | str) else array(name, value)
+    if number.ndim > 0:
+        raise refused(name, "one number", f"an array of shape {number.shape}", "Use covary.sweep for many values.")
+    if number.dtype.kind not in "fiu" or not np.isfinite(number):
         raise refused(name, "a finite number", repr(value), _advice(name))
-    return float(array)
+    return float(number)
 
 
 def _advice(name: str) -> str:

@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
-from covary.devices import Place, lay_out
+from covary.devices import Place, lay_out, memory
 from covary.errors import CovaryError, refused
 
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "bytes_up", "bytes_down")
@@ -101,6 +101,11 @@ class Problem:
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
         """The flat starting point (from `x0`, or from `init` with the seed) and the way back to params."""
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_shape_of_params(self.init)))
+        if size > memory(device=False) / 4:
+            came, room = f"{size / 2**30:,.1f} GiB", f"{memory(device=False) / 2**30:,.1f} GiB"
+            fix = "Make the model smaller: a round needs room for several copies of it."
+            raise refused("init(key)", f"at most a quarter of this machine's {room}", came, fix)
         params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))
         flat, unravel = ravel_pytree(params)
         x = np.asarray(flat)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
 from covary.checkpoint import Checkpoints, description, opened, sizes, state_arrays, state_from
-from covary.checks import whole
+from covary.checks import flag, whole
 from covary.devices import AXIS, lay_out, memory, to_host
 from covary.durable import Damaged
 from covary.engine import Pace, Watch
@@ -144,7 +144,7 @@ def sweep(
     seeds = [int(seed) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
-    if race and target is None:
+    if flag("race", race) and target is None:
         raise CovaryError(
             "race=True needs a target: the race is for the fewest rounds to it. Try target=('loss', 0.1)."
         )

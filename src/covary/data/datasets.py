@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from covary.checks import flag
+from covary.checks import path as checked_path
 from covary.data.idx import Official, read_pair
 from covary.errors import CovaryError, refused
 
@@ -89,7 +91,7 @@ def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[Labelled, Labelled]
         "On Debian: apt-get install dataset-fashion-mnist. "
         "Elsewhere put the four official files into one folder and pass it as root."
     )
-    root = Path(root)
+    root = checked_path("root", root)
     train, test = (
         read_pair(root / f"{part}-images-idx3-ubyte.gz", root / f"{part}-labels-idx1-ubyte.gz", fix)
         for part in ("train", "t10k")
@@ -115,7 +117,7 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     Reference: Janosi, Steinbrunn, Pfisterer and Detrano 1988, UCI Machine Learning Repository (CC BY 4.0).
     """
     fix = "Pass the .npz file of the four hospitals, with X, y and site."
-    path = Path(path)
+    path = checked_path("path", path)
     if not path.is_file():
         raise CovaryError(f"{path} is {'a folder' if path.is_dir() else 'missing'}. {fix}")
     try:
@@ -146,11 +148,12 @@ def official_emnist() -> dict[str, Official]:
 
 
 def _emnist_part(root: str | Path, split: str, part: str, paper_white: bool) -> Labelled:
-    if split not in EMNIST_CLASSES:
+    if not isinstance(split, str) or split not in EMNIST_CLASSES:
         raise refused(
             "split", f"one of {', '.join(EMNIST_CLASSES)}", repr(split), "The paper's has 62 classes: byclass."
         )
-    stem = Path(root) / f"emnist-{split}-{part}"
+    flag("paper_white", paper_white)
+    stem = checked_path("root", root) / f"emnist-{split}-{part}"
     fix = f"Fetch it with: covary data emnist --root {root} --split {split}"
     images, labels = (Path(f"{stem}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
     x, y = read_pair(images, labels, fix, official_emnist())

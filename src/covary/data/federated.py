@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary.checks import path as checked_path
 from covary.errors import CovaryError, refused
 
 
@@ -106,7 +107,7 @@ class FederatedData:
         """
         from covary.data.folder import write
 
-        write(Path(folder), clients)
+        write(checked_path("folder", folder), clients)
 
     @staticmethod
     def open(folder: str | Path, stream: bool | None = None) -> FederatedData:
@@ -119,7 +120,7 @@ class FederatedData:
         """
         from covary.data.folder import read
 
-        return read(Path(folder), stream)
+        return read(checked_path("folder", folder), stream)
 
     @property
     def n_clients(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.checks import positive, whole
+from covary.checks import array, positive, whole
 from covary.data.federated import FederatedData
 from covary.errors import refused
 
@@ -107,7 +107,7 @@ def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
     [[1, 4], [0, 2], [3]]
     """
     x, y = _pair(x, y, n_clients=1)
-    groups = np.asarray(groups)
+    groups = array("groups", groups)
     if groups.shape != y.shape[:1]:
         raise refused(
             "groups", f"one value for each of the {len(y)} examples", f"shape {groups.shape}", "See by_group."
@@ -121,7 +121,7 @@ def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
 
 
 def _pair(x: Any, y: Any, n_clients: Any, seed: Any = 0) -> tuple[np.ndarray, np.ndarray]:
-    x, y = np.asarray(x), np.asarray(y)
+    x, y = array("x", x), array("y", y)
     whole("seed", seed, 0, most=2**32 - 1)
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise refused(
