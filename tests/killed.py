@@ -1,12 +1,16 @@
-"""What test_checkpoint kills: a run or a sweep with checkpoints, whose outcome goes to a file when it is done."""
+"""What test_checkpoint kills: a run, a sweep or a comparison, whose outcome goes to a file when it is done."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import numpy as np
+from typer.testing import CliRunner
 
 import covary as cv
+from covary.cli import app
+from covary.experiments import digits
 
 EVERY = 3
 
@@ -18,6 +22,8 @@ def problem() -> cv.Problem:
 
 
 def outcome(kind: str, folder: str | None) -> dict[str, np.ndarray]:
+    if kind == "compare":
+        return {"table": np.frombuffer(compared(str(folder)).encode(), np.uint8)}
     settings = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5, "checkpoint": folder}
     settings["checkpoint_every"] = EVERY
     if kind == "sweep":
@@ -28,6 +34,17 @@ def outcome(kind: str, folder: str | None) -> dict[str, np.ndarray]:
     store = {"simulate": "device"}.get(kind, kind)
     run = cv.simulate(cv.scaffold(0.05), problem(), 120, store=store, average="uniform", **settings)
     return {"x": run.x, "c": run.server.c, "c_i": np.asarray(run.clients.c_i), "mean": run.average["w"], **run.history}
+
+
+def compared(folder: str) -> str:
+    """The command as a user gives it, with one column of its table; all it finds, but for the seconds it took."""
+    digits.SIMILARITIES = (0.0,)
+    digits.SETTINGS = [setting for setting in digits.SETTINGS if setting.similarity == 0.0]
+    done = CliRunner().invoke(app, ["compare", "--rounds", "30", "--seeds", "2", "--checkpoint", folder])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
+    picture = (Path(folder) / "curves.png").read_bytes()
+    return repr([{k: v for k, v in line.items() if k != "seconds"} for line in lines]) + picture.hex()
 
 
 if __name__ == "__main__":

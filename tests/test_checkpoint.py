@@ -16,10 +16,11 @@ from killed import EVERY, outcome, problem
 
 import covary as cv
 from covary.checkpoint import CheckpointWarning
+from covary.durable import Damaged, File
 from covary.engine import BrokenInvariant
 from covary.interrupt import Interrupted
 
-KILLS = int(os.environ.get("COVARY_KILLS", "6"))
+KILLS = int(os.environ.get("COVARY_KILLS", "8"))
 SETTINGS = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5}
 
 
@@ -29,30 +30,35 @@ def same(found, expected):
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def work(*args, seconds=120.0):
+def work(*args, seconds=180.0, scratch=None):
     """A process that does the work; it is killed when the time is up, and then this is False."""
     command = [sys.executable, str(ROOT / "tests" / "killed.py"), *map(str, args)]
+    env = os.environ | ({} if scratch is None else {"TMPDIR": str(scratch)})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
     except subprocess.TimeoutExpired:
         return False
     assert done.returncode == 0, done.stderr
     return True
 
 
-@pytest.mark.parametrize("kind", ["simulate", "disk", "sweep"])
+@pytest.mark.parametrize("kind", ["simulate", "disk", "sweep", "compare"])
 def test_killed_at_random_moments_and_resumed(kind, tmp_path):
-    """Real processes, real SIGKILLs; the undisturbed run is another process without checkpoints of its own."""
+    """Real processes, real SIGKILLs; the undisturbed run is another process with a folder of its own."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     began = time.monotonic()
     assert work(kind, tmp_path / "undisturbed", tmp_path / "expected.npz")
     whole, chance = time.monotonic() - began, random.Random(kind)
-    for _ in range(-(-KILLS // 3)):
-        work(kind, tmp_path / "checkpoints", tmp_path / "found.npz", seconds=chance.uniform(0.5, 1.0) * whole)
-    assert work(kind, tmp_path / "checkpoints", tmp_path / "found.npz")
+    given = (kind, tmp_path / "checkpoints", tmp_path / "found.npz")
+    for _ in range(-(-KILLS // 4)):
+        work(*given, seconds=chance.uniform(0.3, 1.0) * whole, scratch=scratch)
+    assert work(*given, scratch=scratch)
     with np.load(tmp_path / "found.npz") as found, np.load(tmp_path / "expected.npz") as expected:
         same(dict(found), dict(expected))
-    assert not list((tmp_path / "checkpoints").glob("*.draft"))
-    assert len(list((tmp_path / "checkpoints").glob("round-*"))) <= 2
+    assert not list((tmp_path / "checkpoints").rglob("*.draft"))
+    assert len(list((tmp_path / "checkpoints").rglob("round-*"))) <= 2
+    assert not list(scratch.iterdir())
 
 
 @pytest.fixture
@@ -159,6 +165,19 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(harm, kind, 
             run = resumed(copy)
         same(run.history, expected.history)
         np.testing.assert_array_equal(run.clients.c_i, expected.clients.c_i)
+
+
+def test_every_cut_and_every_flipped_bit_is_seen(tmp_path):
+    file = File(tmp_path / "state")
+    file.write({"x": np.arange(5.0), "c": np.ones((2, 3), np.float32)}, {"round": 7, "about": {"eta_l": 0.1}})
+    content = file.path.read_bytes()
+    harmed = [content[:at] for at in range(len(content))]
+    for at in range(len(content)):
+        harmed += [content[:at] + bytes([content[at] ^ (1 << bit)]) + content[at + 1 :] for bit in range(8)]
+    for bad in harmed:
+        file.path.write_bytes(bad)
+        with pytest.raises(Damaged, match="is damaged"):
+            file.read()
 
 
 def test_all_damaged_is_refused(tmp_path):
@@ -268,6 +287,78 @@ def test_sweeps_are_resumed_bit_for_bit(tmp_path):
 
 def test_the_outcome_does_not_depend_on_checkpoints(tmp_path):
     same(outcome("simulate", str(tmp_path)), outcome("simulate", None))
+
+
+def test_a_diverged_run_keeps_its_last_good_state(tmp_path):
+    """It ends in the round it happened; called again, it says the same at once."""
+    steep = cv.quadratics(np.stack([8 * np.eye(2), 12 * np.eye(2)]), np.ones((2, 2)))
+    call = {"problem": steep, "rounds": 400, "local_steps": 5, "checkpoint": tmp_path, "checkpoint_every": 50}
+    with pytest.warns(cv.DivergenceWarning, match=r"diverged in round \d+.* try eta_l"):
+        run = cv.simulate(cv.scaffold(1.0), **call)
+    assert run.diverged == run.rounds + 1 < 400
+    assert np.isfinite(run.x).all()
+    with pytest.warns(cv.DivergenceWarning, match=f"diverged in round {run.diverged}"):
+        again = cv.simulate(cv.scaffold(1.0), log=lambda r, values: pytest.fail("ran"), **call)
+    same(again.history, run.history)
+    np.testing.assert_array_equal(again.x, run.x)
+
+
+def test_a_store_of_the_users_is_used_again_by_the_same_run_alone(tmp_path):
+    call = {"rounds": 30, "store": tmp_path / "states", "checkpoint_every": 5, **SETTINGS}
+
+    def log(r, values):
+        if r == 12:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        cv.simulate(cv.scaffold(0.05), problem(), log=log, checkpoint=tmp_path / "saved", **call)
+    with pytest.raises(cv.CovaryError, match="store must be"):
+        cv.simulate(cv.scaffold(0.06), problem(), checkpoint=tmp_path / "other", **call)
+    with pytest.raises(cv.CovaryError, match="store must be"):
+        cv.simulate(cv.scaffold(0.05), problem(), **call)
+    run = cv.simulate(cv.scaffold(0.05), problem(), checkpoint=tmp_path / "saved", **call)
+    expected = cv.simulate(cv.scaffold(0.05), problem(), 30, store="disk", **SETTINGS)
+    same(run.history, expected.history)
+    np.testing.assert_array_equal(np.asarray(run.clients.c_i), np.asarray(expected.clients.c_i))
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_a_store_outside_the_devices_hears_a_signal_too(store, tmp_path):
+    def log(r, values):
+        if r == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    call = {"rounds": 60, "store": store, "checkpoint": tmp_path, "checkpoint_every": 50, **SETTINGS}
+    with pytest.raises(Interrupted) as stopped:
+        cv.simulate(cv.scaffold(0.05), problem(), log=log, **call)
+    assert 8 <= stopped.value.round <= 10
+    run = cv.simulate(cv.scaffold(0.05), problem(), **call)
+    expected = cv.simulate(cv.scaffold(0.05), problem(), 60, store=store, **SETTINGS)
+    same(run.history, expected.history)
+    np.testing.assert_array_equal(np.asarray(run.clients.c_i), np.asarray(expected.clients.c_i))
+
+
+def test_a_corrupted_control_stops_a_sweep(monkeypatch):
+    from covary.sweep import Members
+
+    honest = Members._keep
+
+    def keep(self, *given):
+        honest(self, *given)
+        c_i = np.array(self.states.clients.c_i)
+        c_i[1, 0, 3] += 0.1
+        self.states = self.states._replace(clients=self.states.clients._replace(c_i=c_i))
+
+    monkeypatch.setattr(Members, "_keep", keep)
+    with pytest.raises(BrokenInvariant, match="away from the mean of the clients' c_i"):
+        cv.sweep(cv.scaffold, problem(), {"eta_l": [0.01, 0.03]}, [0, 1], rounds=10, **SETTINGS)
+
+
+def test_nothing_is_pickled():
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text().replace("allow_pickle=False", "")
+        assert "pickle" not in text, path
 
 
 def test_memory_does_not_grow_with_rounds():

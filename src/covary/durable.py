@@ -119,7 +119,7 @@ def content_of(path: Path, most: int) -> bytes:
             raise Damaged(f"{path} is not a file. Remove it.")
         if about.st_size > most:
             raise Damaged(f"{path} has {about.st_size:,} bytes, and at most {most:,} can be right. Remove it.")
-        return file.read(most)
+        return file.read(about.st_size)
 
 
 def refuse_links(folder: Path) -> None:

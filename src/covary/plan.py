@@ -116,7 +116,7 @@ def batches_of(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, 
         return "full", sizes, np.ones_like(sizes)
     smallest = int(sizes.argmin())
     if isinstance(batch_size, float | np.floating) and 0 < batch_size < 1:
-        parts = math.ceil(1 / batch_size - 1e-9)  # 0.2 of the local data: 5 steps an epoch
+        parts = math.ceil(min(1 / batch_size, 2**31) - 1e-9)  # 0.2 of the local data: 5 steps an epoch
         if parts > sizes[smallest]:
             raise CovaryError(
                 f"batch_size={batch_size} cuts each client's data into {parts} batches, but client {smallest} has only "

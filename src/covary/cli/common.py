@@ -73,16 +73,13 @@ def run_folder(
         with _warnings_shown():
             yield folder
     except KeyboardInterrupt:
+        told = "Nothing was done yet."
         if folder.begun:
             told = f"Saved in {folder.path}. To go on:\n{_command(context, folder.path)}"
-        else:
-            told = "Nothing was done yet."
-            folder.discard()
         console.print(f"\nStopped. {told}", soft_wrap=True, markup=False)
         raise typer.Exit(130) from None
-    except BaseException:
-        folder.discard()
-        raise
+    finally:
+        folder.close()
 
 
 @contextlib.contextmanager

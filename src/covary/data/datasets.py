@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+import zlib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +18,7 @@ from covary.errors import CovaryError, refused
 
 Labelled = tuple[np.ndarray, np.ndarray]
 EMNIST_CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
+LARGEST_ARRAY = 2**26  # bytes; the hospitals' largest has 96 thousand
 FASHION_MNIST = "/usr/share/datasets/fashion-mnist"  # where Debian's package puts it
 
 
@@ -121,9 +124,8 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     if not path.is_file():
         raise CovaryError(f"{path} is {'a folder' if path.is_dir() else 'missing'}. {fix}")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            x, y, site = (np.asarray(file[name]) for name in ("X", "y", "site"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        x, y, site = _arrays(path, "X", "y", "site")
+    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise CovaryError(f"{path} is damaged or another file ({error}). {fix}") from None
     if x.ndim != 2 or x.dtype.kind != "f" or y.shape != site.shape or len(x) != len(y) or len(y) == 0:
         raise CovaryError(f"{path} has X of {x.dtype} {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
@@ -138,6 +140,23 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     x = (x - mean) / np.where(deviation > 0, deviation, 1)
     y = (y > 0).astype(np.int32)
     return (x[train], y[train], site[train]), (x[test], y[test])
+
+
+def _arrays(path: Path, *names: str) -> list[np.ndarray]:
+    """Some arrays of an `.npz` file, none of which unpacks to more than `LARGEST_ARRAY` bytes."""
+
+    def read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+        with archive.open(f"{name}.npy") as file:
+            version = np.lib.format.read_magic(file)
+            header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+            shape, _, dtype = header(file)
+            if math.prod(shape) * dtype.itemsize > LARGEST_ARRAY:
+                raise ValueError(f"{name} unpacks to more than {LARGEST_ARRAY:,} bytes")
+            file.seek(0)
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    with zipfile.ZipFile(path) as archive:
+        return [read(archive, name) for name in names]
 
 
 @cache

@@ -17,6 +17,7 @@ from covary.errors import CovaryError
 
 ARCHIVE = "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip"
 BLOCK = 1 << 20
+LARGEST = 2**31  # bytes of an archive; EMNIST's has 562 million
 TIMEOUT = 60  # seconds without an answer
 AGAIN = "Run the same command again later: it goes on from there."
 
@@ -78,6 +79,8 @@ def _download(url: str, part: Path) -> Iterator[Step]:
                 break
             file.write(block)
             have += len(block)
+            if have > LARGEST:
+                raise CovaryError(f"{url} sends more than {LARGEST:,} bytes: it is not the archive. Remove {target}.")
             yield Step("downloading", have, total)
     if total is not None and have < total:
         raise CovaryError(f"The download of {url} stopped after {have:,} of {total:,} bytes. {AGAIN}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from covary.data.federated import FederatedData
 from covary.devices import memory
+from covary.durable import content_of
 from covary.errors import CovaryError, refused
 from covary.store import RowFile
 
@@ -120,19 +121,20 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
     if stream is not None and not isinstance(stream, bool):
         raise refused("stream", "True, False or None", repr(stream), "None decides by the size.")
     try:
-        about = json.loads((folder / "data.json").read_text())
+        about = json.loads(content_of(folder / "data.json", 2**20))
         if about["format"] != FORMAT:
             raise refused("folder", f"of format {FORMAT}", about["format"], "Write it again with this version.")
-        sizes = np.load(folder / "sizes.npy", allow_pickle=False)
+        sizes = np.array(_mapped(folder / "sizes.npy"))
         examples = _rebuilt(about["form"], folder)
         data = FederatedData.__new__(FederatedData)
         data.examples, data.sizes = examples, sizes
         leaves = jax.tree.leaves(examples)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:
             raise ValueError("sizes.npy has no list of positive numbers")
-        if any(len(leaf) != sizes.sum() for leaf in leaves):
+        most = min(len(leaf) for leaf in leaves) if leaves else 0
+        if sizes.max() > most or any(len(leaf) != sizes.sum() for leaf in leaves) or not leaves:
             raise ValueError(f"sizes.npy counts {sizes.sum()} examples, the arrays have {[len(a) for a in leaves]}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         if isinstance(error, CovaryError):
             raise
         raise CovaryError(
@@ -170,9 +172,16 @@ def _numbered(form: Any, number: Iterator[int]) -> Any:
     return {kind: [_numbered(node, number) for node in inner]}
 
 
+def _mapped(path: Path) -> np.ndarray:
+    """The array of a file, which is not read before it is looked at: no more than the file has can be declared."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is not a file")
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
 def _rebuilt(form: Any, folder: Path) -> Any:
     if isinstance(form, int):
-        array = np.load(folder / f"{form}.npy", mmap_mode="r", allow_pickle=False)
+        array = _mapped(folder / f"{form}.npy")
         if array.ndim == 0 or array.dtype.kind not in "biuf":
             raise ValueError(f"{form}.npy has no rows of numbers")
         return array

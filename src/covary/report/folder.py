@@ -23,7 +23,7 @@ LARGEST = 2**30  # bytes of results that are read
 class RunFolder:
     """A folder for one command's results. Each line of `results.jsonl` is whole as soon as it is appended.
 
-    A folder that was created or opened is held against other processes for as long as this object lives.
+    A folder that was created or opened is held against other processes until it is closed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -96,10 +96,10 @@ class RunFolder:
                 f"{self.path} holds another run: {told}. Give the options it was begun with, or another folder."
             )
 
-    def discard(self) -> None:
-        """Remove a folder that was made for nothing: refused before there was a result."""
+    def close(self) -> None:
+        """Let others have the folder; one that was made for nothing, with no result in it, is removed."""
+        self._hold.close()
         if self._made and not self.begun:
-            self._hold.close()
             shutil.rmtree(self.path, ignore_errors=True)
             for parent in self._made[1:]:
                 with contextlib.suppress(OSError):  # others have come in
