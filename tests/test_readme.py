@@ -8,12 +8,23 @@ from helpers import ROOT
 
 import covary as cv
 
-NAMES = ("README.md", "docs/scale.md", "docs/deploy.md", "docs/choose-an-algorithm.md")
+NAMES = ("README.md", "docs/scale.md", "docs/deploy.md", "docs/choose-an-algorithm.md", "docs/nothing-lost.md")
 PAGES = [(ROOT / name).read_text() for name in NAMES]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
-IDS = ["own-model", "sweep", "add-an-algorithm", "stream", "server", "client", "load", "diagnose", "rates"]
+IDS = [
+    "own-model",
+    "sweep",
+    "add-an-algorithm",
+    "stream",
+    "server",
+    "client",
+    "load",
+    "diagnose",
+    "rates",
+    "checkpoint",
+]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=IDS)

@@ -54,7 +54,7 @@ def scaffold(eta_l: Any, eta_g: Any = 1.0, option: str = "II") -> Algorithm:
 
     Reference: Karimireddy et al. 2020, Algorithm 1, eqs. (3) to (5).
     """
-    if option not in ("I", "II"):
+    if not isinstance(option, str) or option not in ("I", "II"):
         raise refused("option", '"I" or "II"', repr(option), 'The paper\'s experiments use "II".')
 
     def step(local: Local, down: Server, client: Client, grad: Any) -> Local:
