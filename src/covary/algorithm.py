@@ -87,7 +87,8 @@ def factory(**checks: Callable[[str, Any], None]) -> Callable[[Callable[P, Algor
                 check(name, bound.arguments[name])
             numbers = {k: _plain(v) for k, v in bound.arguments.items() if k in checks}
             options = tuple((k, v) for k, v in bound.arguments.items() if k not in checks)
-            return replace(build(*args, **kwargs), numbers=numbers, recipe=(build, options))
+            bound.arguments.update(numbers)
+            return replace(build(*bound.args, **bound.kwargs), numbers=numbers, recipe=(build, options))
 
         return checked
 

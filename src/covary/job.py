@@ -159,7 +159,7 @@ def _store(
 
 
 def _precision(precision: str | None) -> str | None:
-    if precision not in (None, "bfloat16"):
+    if precision is not None and not (isinstance(precision, str) and precision == "bfloat16"):
         raise refused("precision", '"bfloat16" or None', repr(precision), "None keeps the model's own.")
     if precision is not None and jax.devices()[0].platform == "cpu":
         fix = "Leave precision out: XLA's CPU products gain nothing from it."
