@@ -28,7 +28,7 @@ from covary.program import State
 
 FORMAT = 1
 KEPT = 2
-SAVED = ("round", "average", "average_mass", "reached", "diverged")  # of a state, besides server and clients
+SAVED = ("round", "average", "average_mass", "reached", "diverged", "scale")  # of a state, besides server and clients
 SEGMENT_BYTES = 2**28  # of client states in one file
 HEADER = 2**24  # most bytes of a file besides its arrays
 ANEW = 2  # times as many rows as there are clients: then all are written anew

@@ -106,7 +106,6 @@ class Watch:
 
     def __init__(self, algorithm: Algorithm, p: np.ndarray):
         self.algorithm, self.p = algorithm, p
-        self.largest: dict[Any, float] = {}  # of the controls of each member of a sweep that were looked at
         self.began, self.spent = time.perf_counter(), 0.0
 
     @property
@@ -114,18 +113,16 @@ class Watch:
         """Whether there is something to check, and checking has taken no more than a fiftieth of the time so far."""
         return self.algorithm.invariant is not None and self.spent <= 0.02 * (time.perf_counter() - self.began)
 
-    def error(self, round: int, server: Any, clients: Any, seen: np.ndarray | None = None, member: Any = None) -> float:
+    def error(self, state: State, clients: Any, seen: np.ndarray | None = None) -> float:
         """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run."""
         assert self.algorithm.invariant is not None
         started = time.perf_counter()
         server_field, client_field = self.algorithm.invariant
-        c = np.asarray(getattr(server, server_field))
+        c = np.asarray(getattr(state.server, server_field))
         mean = mean_control(clients, client_field, self.p, seen)
         error = float(np.linalg.norm(c - mean))
-        some = np.asarray(getattr(clients, client_field)[: min(64, len(self.p))], float)
-        largest = max(self.largest.get(member, 0.0), *(float(np.abs(v).max(initial=0.0)) for v in (c, mean, some)))
-        self.largest[member] = largest
-        rounding = float(np.sqrt(np.finfo(c.dtype).eps)) * np.sqrt(c.size) * largest
+        eps, round = float(np.finfo(c.dtype).eps), int(state.round)
+        rounding = (np.sqrt(eps) + eps * round) * np.sqrt(c.size) * float(state.scale)
         if not error <= rounding:
             raise BrokenInvariant(
                 f"After round {round} the server's {server_field} is {error:.3g} away from the mean of the clients' "
@@ -168,7 +165,7 @@ class Engine:
 
     def control_error(self) -> float:
         """‖c - sum p_i c_i‖ over all clients; a difference beyond rounding stops the run."""
-        return self.watch.error(self.done, self.state.server, self.clients(), self.seen)
+        return self.watch.error(self.state, self.clients(), self.seen)
 
 
 class OnDevices(Engine):

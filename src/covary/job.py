@@ -93,7 +93,7 @@ def prepare(
     for name, value in algorithm.numbers.items():
         with np.errstate(over="ignore"):
             cast = float(starts[0].dtype.type(value))
-        if (cast == 0 and value != 0) or not np.isfinite(cast):
+        if (abs(cast) < np.finfo(starts[0].dtype).tiny and value != 0) or not np.isfinite(cast):
             raise refused(name, f"a number that {starts[0].dtype} can hold", f"{value:g}", "Choose a less extreme one.")
     problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes or passes)
     assert unravel is not None
@@ -191,6 +191,7 @@ def initial(algorithm: Algorithm, job: Job, points: int | None = None) -> State:
         average_mass=np.ones(axes, x.dtype),  # x^0 has weight w_1
         reached=np.zeros(axes, bool),
         diverged=np.zeros(axes, bool),
+        scale=np.zeros(axes, x.dtype),
     )
     if not job.program.resident:
         return state

@@ -59,6 +59,7 @@ class State(NamedTuple):
     average_mass: Any
     reached: Any
     diverged: Any
+    scale: Any  # the largest number that any control had in any round: what rounding is measured by
 
 
 Records = dict[str, Any]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from covary.algorithm import rebuild
+from covary.algorithm import Algorithm, rebuild
 from covary.cohort import exchange_all, put, sample, take
 from covary.devices import AXIS, sharded
 from covary.evaluate import control_error, evaluate
@@ -83,7 +83,8 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
             trips = (algorithm.warm_start,)
             rows = take(program, state.clients, cohort)
             server, new, drift = exchange_all(program, trips, state.server, rows, cohort, key, world)
-            state = commit(program, state, state._replace(server=server), rows, new, cohort, finite(server))
+            after = state._replace(server=server, scale=scale(program, algorithm, state, server, new))
+            state = commit(program, state, after, rows, new, cohort, finite(server))
             values = evaluate(program, state, world) | control_error(program, algorithm, state, world)
             return state, {**values, "drift": drift}
 
@@ -199,7 +200,7 @@ def one_round(
     trips = algorithm.trips(program.plan.steps_on_wire)
     rows = take(program, state.clients, cohort)
     server, new, drift = exchange_all(program, trips, state.server, rows, cohort, key, world, measured)
-    after = state._replace(server=server)
+    after = state._replace(server=server, scale=scale(program, algorithm, state, server, new))
     if program.average:
         mass = 1 + world.decay * state.average_mass
         after = after._replace(average=state.average + (server[0] - state.average) / mass, average_mass=mass)
@@ -224,6 +225,17 @@ def only_if(measured: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any
 
 def finite(server: Any) -> Any:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(server)]))
+
+
+def scale(program: Program, algorithm: Algorithm, state: State, server: Any, new: Any) -> Any:
+    """The largest number of any control so far, this round's included."""
+    if algorithm.invariant is None:
+        return state.scale
+    server_field, client_field = algorithm.invariant
+    largest = jnp.max(jnp.abs(getattr(new, client_field)))
+    if len(program.place.devices) > 1:
+        largest = jax.lax.pmax(largest, AXIS)
+    return jnp.maximum(jnp.maximum(state.scale, largest), jnp.max(jnp.abs(getattr(server, server_field))))
 
 
 def commit(program: Program, state: State, after: State, old: Any, new: Any, cohort: Any, ok: Any) -> State:

@@ -245,7 +245,7 @@ def _divergence(algorithm: Algorithm, round: int) -> str:
 def _runaway(algorithm: Algorithm, losses: np.ndarray) -> str | None:
     """A word on a run whose loss has grown a million times and more, though it is finite still."""
     seen = losses[np.isfinite(losses)].astype(float)
-    if len(seen) < 2 or abs(seen[-1]) < 1e6 * max(abs(seen[0]), 1e-300) or seen[-1] < seen.max():
+    if len(seen) < 2 or 1e-6 * abs(seen[-1]) < max(abs(seen[0]), 1e-306) or seen[-1] < seen.max():
         return None
     return f"{algorithm} is diverging: its loss grew from {seen[0]:.3g} to {seen[-1]:.3g}. {_smaller(algorithm)}"
 

@@ -25,9 +25,7 @@ from covary.problem import Problem
 from covary.program import State
 from covary.rounds import compiled_sweep, compiled_warm_start
 
-LAP = (
-    25  # rounds between two looks at a race: a fixed number, so that its result does not depend on the machine's speed
-)
+LAP = 25  # rounds between two looks at a race: fixed, so that its result does not depend on the machine's speed
 RATIO = 10**0.5  # between neighbouring step-sizes
 
 
@@ -310,11 +308,10 @@ class Members:
 
     def _check(self) -> None:
         """c is the mean of c_i for every member."""
-        states, group = to_host(self.states), self.groups[self.group]
-        clients = jax.tree.map(lambda leaf: leaf[:, :, : self.job.plan.n_clients], states.clients)
-        for s, p in itertools.product(range(len(self.keys)), range(len(group))):
-            server, own = jax.tree.map(lambda leaf, at=(s, p): leaf[at], (states.server, clients))
-            self.watch.error(int(states.round[s, p]), server, own, member=(s, group[p]))
+        states = to_host(self.states)
+        for at in np.ndindex(states.round.shape):
+            own = jax.tree.map(lambda leaf, at=at: leaf[at], states)
+            self.watch.error(own, jax.tree.map(lambda leaf: leaf[: self.job.plan.n_clients], own.clients))
 
     def _to_beat(self) -> float:
         """The mean rounds of the best point of the groups before."""

@@ -132,7 +132,8 @@ def _time(program: Program, width: int, algorithm: Algorithm, x: np.ndarray, exa
     clients = jax.block_until_ready(lay_out(place, rows))  # else every round of the trial would carry them over
     server = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), algorithm.init_server(x))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))
-    state = State(np.asarray(0), server, clients, x, np.asarray(1, x.dtype), np.asarray(False), np.asarray(False))
+    one, no = np.asarray(1, x.dtype), np.asarray(False)
+    state = State(np.asarray(0), server, clients, x, one, no, no, 0 * one)
     seconds = [float("inf")]
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for _ in range(3):
