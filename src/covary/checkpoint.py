@@ -23,15 +23,20 @@ import numpy as np
 from covary.algorithm import Algorithm
 from covary.durable import Damaged, File, held
 from covary.errors import CovaryError, refused
+from covary.interrupt import interruptions
 from covary.problem import Problem
 from covary.program import State
 
 FORMAT = 1
 KEPT = 2
 SAVED = ("round", "average", "average_mass", "reached", "diverged", "scale")  # of a state, besides server and clients
+OF_JAX = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision", "jax_enable_x64")
 SEGMENT_BYTES = 2**28  # of client states in one file
+NAMES = re.compile(r"round-[0-9]{9,}\.safetensors")
+SEGMENTS = re.compile(r"clients-[0-9]{9,}-[0-9]+")  # .safetensors
 HEADER = 2**24  # most bytes of a file besides its arrays
 ANEW = 2  # times as many rows as there are clients: then all are written anew
+MANY = 1000  # files: then too
 
 
 class CheckpointWarning(UserWarning):
@@ -62,7 +67,7 @@ class Checkpoints:
 
     def newest(self) -> Saved | None:
         """The newest whole checkpoint, or None where there is none; one of another run is refused."""
-        paths = sorted(self.folder.glob("round-*.safetensors"), reverse=True)
+        paths = self._rounds()
         for path in paths:
             try:
                 content = File(path).read(self.most["round"])
@@ -72,7 +77,7 @@ class Checkpoints:
                 self._refuse_another_run(facts, path)
                 segments: Any = facts.get("segments")
                 number = facts.get("round")
-                if not _names(segments) or not isinstance(number, int) or path.name != _name(number):
+                if not _segments(segments) or not isinstance(number, int) or path.name != _name(number):
                     raise Damaged(f"{path} is not what covary writes.")
                 self.rows = sum(len(ids) for ids, _ in self._read(segments))
                 if self.rows > ANEW * self.n_clients:
@@ -83,6 +88,7 @@ class Checkpoints:
                 self.damaged.append(path)
                 continue
             self.segments = self.built_on[path] = segments
+            self._clean_up(path)
             return Saved(number, arrays)
         if paths:
             raise CovaryError(f"Every checkpoint in {self.folder} is damaged. Start anew in another folder.")
@@ -113,7 +119,7 @@ class Checkpoints:
         """
         segments, count = ([], 0) if anew else (list(self.segments), self.rows)
         count += len(changed)
-        if count > ANEW * self.n_clients:
+        if count > ANEW * self.n_clients or len(segments) >= MANY:
             changed = np.unique(np.concatenate([changed, *(ids for ids, _ in self._read(segments))]))
             segments, count = [], len(changed)
         with _told_where(self.folder):
@@ -142,38 +148,47 @@ class Checkpoints:
                 raise Damaged(f"{path} is not what covary writes.")
             yield ids, [arrays[str(n)] for n in range(len(arrays))]
 
+    def _rounds(self) -> list[Path]:
+        """The checkpoints, the newest first."""
+        return sorted((path for path in self.folder.iterdir() if NAMES.fullmatch(path.name)), reverse=True)
+
     def _clean_up(self, newest: Path) -> None:
-        """Remove what was damaged, and what neither of the last two checkpoints needs."""
+        """Remove what was damaged, and what neither of the last two checkpoints needs; others' files stay."""
         for path in self.damaged:
             if path != newest:
-                path.unlink(missing_ok=True)
+                _remove(path)
         self.damaged.clear()
-        paths = sorted(self.folder.glob("round-*.safetensors"), reverse=True)
-        for path in paths[KEPT:]:
-            path.unlink(missing_ok=True)
+        kept, old = self._rounds()[:KEPT], self._rounds()[KEPT:]
         needed: set[str] = set()
-        for path in paths[:KEPT]:
+        for path in kept:
             if path not in self.built_on:
                 with contextlib.suppress(Damaged):
                     content = File(path).read(self.most["round"])
-                    self.built_on[path] = content[1]["segments"] if content else []
+                    segments: Any = content[1].get("segments") if content else None
+                    self.built_on[path] = segments if _segments(segments) else []
             needed |= set(self.built_on.get(path, []))
-        for path in self.folder.glob("clients-*.safetensors"):
-            if path.name.removesuffix(".safetensors") not in needed:
-                path.unlink(missing_ok=True)
-        for path in self.folder.glob("*.draft"):
-            path.unlink(missing_ok=True)
+        for path in [*old, *_drafts(self.folder)]:
+            _remove(path)
+        for path in self.folder.iterdir():
+            name = path.name.removesuffix(".safetensors")
+            if path.name != name and SEGMENTS.fullmatch(name) and name not in needed:
+                _remove(path)
 
     def _refuse_another_run(self, facts: dict[str, Any], path: Path) -> None:
         if facts.get("format") != FORMAT:
             raise refused(
-                "checkpoint", f"of format {FORMAT}", f"{facts.get('format')} in {path}", "Use the covary that wrote it."
+                "checkpoint",
+                f"of format {FORMAT}",
+                f"{str(facts.get('format'))[:20]} in {path}",
+                "Use the covary that wrote it.",
             )
         then, now = facts.get("about"), self.about
         if not isinstance(then, dict):
             raise Damaged(f"{path} is not what covary writes.")
         apart = [
-            f"{name} was {then.get(name)} and is {now.get(name)}" for name in now if then.get(name) != now.get(name)
+            f"{name} was {str(then.get(name))[:200]} and is {str(now.get(name))[:200]}"
+            for name in {**now, **then}
+            if then.get(name) != now.get(name)
         ]
         if apart:
             raise CovaryError(
@@ -223,19 +238,61 @@ def opened(folder: str | Path, about: dict[str, Any], n_clients: int, small: int
         yield Checkpoints(path, about, n_clients, small, row)
 
 
-def description(algorithm: Algorithm, problem: Problem, x: np.ndarray, **settings: Any) -> dict[str, Any]:
-    """What a run is, for JSON: two runs with one description give the same numbers on one machine."""
-    about = {"algorithm": str(algorithm), **{name: _plain(value) for name, value in settings.items()}}
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype), problem.data.examples)
-    params = jax.eval_shape(problem.init, jax.random.key(0))
-    about["model"] = hashlib.sha256(jax.jit(problem.loss).lower(params, shapes).as_text().encode()).hexdigest()[:16]
+def drive(going: Any, checkpoints: Checkpoints, every: int) -> None:
+    """Take a run, or the members of a sweep, from their last checkpoint to their end.
+
+    They are saved every so many rounds, at the end, and when someone asks to stop.
+    """
+    saved = checkpoints.newest()
+    if saved is not None:
+        going.restore(saved.arrays, checkpoints.clients)
+    with interruptions() as interruption:
+        while not going.ended:
+            going.advance(min(going.rounds, going.done + every - going.done % every), interruption.heard)
+            number, touched, anew = going.news()
+            checkpoints.save(number, going.arrays(), touched, going.rows, anew)
+            interruption.stop(checkpoints.folder, going.done)
+
+
+def description(algorithms: list[Algorithm], problem: Problem, x: np.ndarray, **settings: Any) -> dict[str, Any]:
+    """What a run is, for JSON. How it is run (devices, width, store) is not part of it: it can go on elsewhere."""
+    about: dict[str, Any] = {"algorithm": ", ".join(map(str, algorithms))}
+    about |= {name: _plain(value) for name, value in settings.items()}
+    about["code"] = _hash(_code(algorithms[0], x.reshape(-1, x.shape[-1])[0]))
+    about["model"] = _hash(problem.lowered())
+    about["jax"] = [str(getattr(jax.config, name, None)) for name in OF_JAX]
     about["start"] = hashlib.sha256(x.tobytes()).hexdigest()[:16]
-    about["data"] = _digest(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
-    about["test"] = None if problem.test is None else _digest(problem.test)
+    about["data"] = _fingerprint(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
+    about["test"] = None if problem.test is None else _fingerprint(problem.test)
     return about
 
 
-def _digest(*trees: Any, streamed: bool = False) -> str:
+def _code(algorithm: Algorithm, x: np.ndarray) -> str:
+    """What an algorithm computes, for one that was made by hand and changed since; numbers are part of it."""
+
+    def round_of_one(server: Any, client: Any) -> Any:
+        for trip in (*algorithm.exchanges, *([algorithm.warm_start] if algorithm.warm_start else [])):
+            down = trip.broadcast(server)
+            local = trip.start(down, client, _slope)
+            local = local if trip.step is None else trip.step(local, down, client, _slope)
+            up, client = trip.finish(local, down, client, _slope, 2)
+            server = trip.aggregate(server, up, 0.5)
+        return server, client
+
+    states = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), (algorithm.init_server(x), algorithm.init_client(x)))
+    return str(jax.make_jaxpr(round_of_one)(*states))
+
+
+def _slope(y: Any) -> Any:
+    """In place of a gradient."""
+    return 3 * y
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fingerprint(*trees: Any, streamed: bool = False) -> str:
     """A fingerprint of arrays; of streamed ones by their ends, as reading all could take longer than the run."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(trees):
@@ -255,11 +312,23 @@ def _name(round: int) -> str:
     return f"round-{round:09d}.safetensors"
 
 
-def _names(segments: Any) -> bool:
-    """Whether these are different names of files of clients' states, in this folder."""
-    if not isinstance(segments, list) or not all(isinstance(name, str) for name in segments):
+def _segments(names: Any) -> bool:
+    """Whether these are different names of files of clients' states."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return False
-    return len(set(segments)) == len(segments) and all(re.fullmatch(r"clients-[0-9]+-[0-9]+", n) for n in segments)
+    return len(set(names)) == len(names) and all(SEGMENTS.fullmatch(name) for name in names)
+
+
+def _drafts(folder: Path) -> list[Path]:
+    """Files of ours that were not finished."""
+    ours = (re.compile(pattern.pattern + r"(\.safetensors)?\.draft") for pattern in (NAMES, SEGMENTS))
+    return [path for pattern in ours for path in folder.iterdir() if pattern.fullmatch(path.name)]
+
+
+def _remove(path: Path) -> None:
+    """Remove a file; one that cannot be stays, as no checkpoint needs it."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _numbers(count: int) -> set[str]:
@@ -279,9 +348,9 @@ def _told_where(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        for draft in folder.glob("*.draft"):
-            draft.unlink(missing_ok=True)
+        for draft in _drafts(folder):
+            _remove(draft)
         raise CovaryError(
-            f"A checkpoint could not be written to {folder} ({error.strerror}). The one before it is whole: free some "
+            f"A checkpoint could not be written to {folder} ({error.strerror}). Those that were are whole: free some "
             "space, or copy the folder to where there is more, and call again with it."
         ) from error

@@ -113,13 +113,16 @@ def content_of(path: Path, most: int) -> bytes:
         raise Damaged(
             f"{path} is a link, and covary follows none in its folders. Put the file itself there."
         ) from error
-    with open(number, "rb") as file:
+    try:
         about = os.fstat(number)
         if not stat.S_ISREG(about.st_mode):
             raise Damaged(f"{path} is not a file. Remove it.")
         if about.st_size > most:
             raise Damaged(f"{path} has {about.st_size:,} bytes, and at most {most:,} can be right. Remove it.")
-        return file.read(about.st_size)
+        with open(number, "rb", closefd=False) as file:
+            return file.read(about.st_size)
+    finally:
+        os.close(number)
 
 
 def refuse_links(folder: Path) -> None:
@@ -156,14 +159,14 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
-        lock = (folder / "lock").open("a")
-    except OSError as error:
-        raise CovaryError(f"{folder} cannot be written to ({error.strerror}). Give another folder.") from None
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except (OSError, ValueError) as error:
+        raise CovaryError(f"{folder} cannot be written to ({error}). Give another folder.") from None
     deadline = time.monotonic() + patience
-    with lock as file:
+    try:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
                 if time.monotonic() >= deadline:
@@ -172,7 +175,8 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
                     raise CovaryError(f"{folder} is in use by process {holder}. {fix}") from None
                 time.sleep(0.05)
         with contextlib.suppress(OSError):  # where the disk is full, nobody is told who holds it
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            os.truncate(lock, 0)
+            os.write(lock, str(os.getpid()).encode())
         yield
+    finally:
+        os.close(lock)

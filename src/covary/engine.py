@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
+from covary.checkpoint import state_arrays, state_from
 from covary.data.folder import StreamedData
 from covary.devices import AXIS, lay_out, to_host
 from covary.durable import Damaged
@@ -24,6 +25,9 @@ from covary.program import State
 from covary.rounds import compiled, compiled_warm_start
 from covary.store import DiskStore, HostStore, mean_control
 from covary.stream import Span, Stream, streamed_loss
+
+SavedClients = Callable[[list[np.ndarray]], Iterator[tuple[np.ndarray, list[np.ndarray]]]]
+"""The states in a checkpoint, for a client whose states have the form given: numbers and states, a part at a time."""
 
 
 class BrokenInvariant(CovaryError):
@@ -52,14 +56,18 @@ class History:
                 told = {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"}
                 self.log(int(number), told)
 
-    def restore(self, columns: dict[str, np.ndarray]) -> None:
+    def restore(self, columns: dict[str, np.ndarray], cohort_size: int, measured: tuple[str, ...]) -> None:
         """Begin with the rows of an earlier call."""
         if not columns:
             return
+        missing = {"round", "cohort", "drift", "bytes_up", "bytes_down", *measured} - set(columns)
+        if missing:
+            raise Damaged(f"The history of a checkpoint has no {', '.join(sorted(missing))}. Start anew.")
         numbers, cohort = columns.get("round", np.empty(0)), columns.get("cohort", np.empty(0))
         lengths = {len(column) if column.ndim else 0 for column in columns.values()}
         others = all(column.ndim == 1 for name, column in columns.items() if name != "cohort")
-        if lengths != {len(numbers)} or not others or cohort.ndim != 2 or cohort.dtype.kind != "i":
+        ours = cohort.ndim == 2 and cohort.shape[1] == cohort_size and cohort.dtype.kind == "i"
+        if lengths != {len(numbers)} or not others or not ours:
             raise Damaged("The history of a checkpoint is not one row a round. Start anew in another folder.")
         if not np.array_equal(numbers, np.arange(1, len(numbers) + 1)):
             raise Damaged("The history of a checkpoint does not count its rounds. Start anew in another folder.")
@@ -144,7 +152,7 @@ class Engine:
         self.job, self.algorithm, self.problem, self.key = job, algorithm, problem, key
         self.rounds, self.history = rounds, log
         x, trips = job.starts[0], algorithm.trips(job.plan.steps_on_wire)
-        self.watch = Watch(algorithm, job.layout.p)
+        self.watch, self.saved = Watch(algorithm, job.layout.p), 0  # the round of the last checkpoint
         self.bytes_of = {False: traffic(algorithm, trips, x), True: traffic(algorithm, (algorithm.warm_start,), x)}
 
     @property
@@ -162,6 +170,33 @@ class Engine:
     def small(self) -> State:
         """The state without the clients', in NumPy."""
         return to_host(self.state._replace(clients=None))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All but the clients' states, for a checkpoint."""
+        return state_arrays(self.small()) | {f"history.{k}": v for k, v in self.history.columns().items()}
+
+    def news(self) -> tuple[int, np.ndarray, bool]:
+        """The number of the next checkpoint, the clients that changed since the last one, and whether all did."""
+        touched, self.saved = self.history.touched(self.saved), self.done
+        return self.done, touched, False
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
+        """The states of some clients, field by field."""
+        raise NotImplementedError
+
+    def put_back(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+        """Replace the state by a saved one."""
+        raise NotImplementedError
+
+    def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
+        """Go on from what was saved."""
+        columns = {k[8:]: v for k, v in arrays.items() if k.startswith("history.")}
+        control = ("control_error",) if self.algorithm.invariant is not None else ()
+        self.history.restore(columns, self.job.plan.cohort, (*self.job.program.evaluated, *control))
+        self.put_back(state_from(self.small(), arrays), saved_clients(self.rows(np.arange(1))))
+        self.saved = self.done
+        if not self.done == self.history.rounds <= self.rounds:
+            raise Damaged("A checkpoint does not know its round. Start anew in another folder.")
 
     def control_error(self) -> float:
         """‖c - sum p_i c_i‖ over all clients; a difference beyond rounding stops the run."""
@@ -197,11 +232,9 @@ class OnDevices(Engine):
                 self.control_error()
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
-        """The states of some clients, field by field."""
-        return [np.asarray(jax.device_get(leaf[ids])) for leaf in jax.tree.leaves(self.state.clients)]
+        return [rows_of(leaf, ids, 0) for leaf in jax.tree.leaves(self.state.clients)]
 
-    def restore(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
-        """Put back what was saved."""
+    def put_back(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
         fields, form = jax.tree.flatten(to_host(self.state.clients))
         fields = [np.array(field) for field in fields]
         for ids, rows in clients:
@@ -273,19 +306,25 @@ class OutsideDevices(Engine):
             self.control_error()
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
-        """The states of some clients, field by field."""
         return jax.tree.leaves(self.store.read(ids))
 
-    def restore(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
-        """Put back what was saved."""
+    def put_back(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
         for ids, rows in clients:
             self.store.write(ids, jax.tree.unflatten(self.form, rows))
         self.state = small
         if isinstance(self.store, DiskStore):
+            self.store.save_places()
             self.seen = self.store.seen
 
     def clients(self) -> Any:
         return self.store.clients
+
+
+def rows_of(array: Any, ids: np.ndarray, axis: int) -> np.ndarray:
+    """Some rows of an array on the devices. As many are fetched as the next power of two: each number of rows would
+    else be a program of its own, compiled and kept for ever."""
+    fetched = np.pad(ids, (0, (1 << (len(ids) - 1).bit_length()) - len(ids)), mode="edge")
+    return np.asarray(jax.device_get(array.take(fetched, axis=axis))).take(np.arange(len(ids)), axis=axis)
 
 
 def _padded(cohort: np.ndarray, plan: Plan) -> np.ndarray:

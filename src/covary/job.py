@@ -149,7 +149,8 @@ def _store(
         raise refused("store", allowed, repr(store), f"A folder here is './{store}' or a Path.")
     try:
         Path(store).mkdir(parents=True, exist_ok=True)
-        empty = not any(Path(store).iterdir()) or (resumable and (Path(store) / OWNER).exists())
+        names = {path.name for path in Path(store).iterdir()}
+        empty = not names or (resumable and (OWNER in names or names <= {"lock", f"{OWNER}.draft"}))
     except (OSError, ValueError) as error:
         raise refused("store", allowed, f"{str(store)!r} ({error})", "Give a folder you can write to.") from None
     if not empty:

@@ -66,6 +66,11 @@ class Problem:
         once, twice, each = losses(jax.tree.map(lambda a: jnp.asarray(a[:3]), self.data.examples))
         return float(once), float(twice), np.asarray(each)
 
+    def lowered(self) -> str:
+        """The loss and the metrics as XLA sees them: two models with one text are the same."""
+        params, batch = _shape_of_params(self.init), _rows(self.data.examples, 2)
+        return "".join(jax.jit(f).lower(params, batch).as_text() for f in (self.loss, self.metrics) if f is not None)
+
     @property
     def _near(self) -> float:
         once, _, each = self._loss_of_few

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,12 +13,11 @@ import jax
 import numpy as np
 
 from covary.algorithm import Algorithm
-from covary.checkpoint import Checkpoints, description, opened, sizes, state_arrays, state_from
+from covary.checkpoint import description, drive, opened, sizes
 from covary.checks import whole
-from covary.durable import Damaged
+from covary.durable import held
 from covary.engine import History, OnDevices, OutsideDevices
 from covary.errors import DivergenceWarning, refused
-from covary.interrupt import interruptions
 from covary.job import direction, prepare
 from covary.problem import Problem
 
@@ -167,13 +167,13 @@ def simulate(
         engine.advance(rounds, interrupted=lambda: False)
     else:
         about = description(
-            algorithm,
+            [algorithm],
             problem,
             job.starts[0],
             rounds=rounds,
             clients_per_round=job.plan.cohort,
             local_steps=local_steps,
-            local_epochs=local_epochs,
+            local_epochs=1 if local_epochs is None and local_steps is None else local_epochs,
             batch_size=batch_size,
             seed=seed,
             warm_start=bool(warm_start),
@@ -185,9 +185,12 @@ def simulate(
         )
         state, row = sizes(algorithm, job.starts[0])
         rows = 8 * rounds * (job.plan.cohort + 2 * len(job.program.evaluated) + 16)  # of the history, at most
-        with opened(checkpoint, about, job.plan.n_clients, state + rows, row) as checkpoints:
+        with contextlib.ExitStack() as stack:
+            checkpoints = stack.enter_context(opened(checkpoint, about, job.plan.n_clients, state + rows, row))
+            if job.store not in ("device", "host", "disk"):
+                stack.enter_context(held(Path(job.store)))
             engine = OnDevices(*given) if job.program.resident else OutsideDevices(*given, owner=checkpoints.run)
-            _with_checkpoints(engine, checkpoints, checkpoint_every)
+            drive(engine, checkpoints, checkpoint_every)
     state, clients = engine.small(), engine.clients()
 
     columns = history.columns()
@@ -210,29 +213,6 @@ def simulate(
         reached=done if state.reached else None,
         diverged=done + 1 if state.diverged else None,
     )
-
-
-def _with_checkpoints(engine: Any, checkpoints: Checkpoints, every: int) -> None:
-    """The run from its last checkpoint on, saved every so many rounds, at its end, and when it is asked to stop."""
-    saved = checkpoints.newest()
-    at = 0
-    if saved is not None:
-        at = saved.round
-        engine.restore(state_from(engine.small(), saved.arrays), checkpoints.clients(engine.rows(np.arange(1))))
-        engine.history.restore({k[8:]: v for k, v in saved.arrays.items() if k.startswith("history.")})
-        if not at == engine.done == engine.history.rounds <= engine.rounds:
-            raise Damaged(f"{checkpoints.folder} has a checkpoint that does not know its round. Start anew.")
-    with interruptions() as interruption:
-        while not engine.ended:
-            goal = min(engine.rounds, engine.done + every - engine.done % every)
-            engine.advance(goal, interruption.heard)
-            if engine.done == at and not engine.ended:
-                interruption.stop(checkpoints.folder, at)
-            arrays = state_arrays(engine.small()) | {f"history.{k}": v for k, v in engine.history.columns().items()}
-            checkpoints.save(engine.done, arrays, engine.history.touched(at), engine.rows)
-            at = engine.done
-            if not engine.ended:
-                interruption.stop(checkpoints.folder, at)
 
 
 def _divergence(algorithm: Algorithm, round: int) -> str:

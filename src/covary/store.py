@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary.durable import content_of, refuse_links
+from covary.durable import content_of, refuse_links, replace
 from covary.errors import CovaryError, refused
 
 BLOCK = 1024  # clients read at a time when all are
@@ -122,7 +122,12 @@ def _take_over(folder: Path, owner: str) -> None:
             raise refused("store", "a folder without client states of another run", str(folder), fix)
         for path in [*folder.glob("*.rows"), folder / "places.npy"]:
             path.unlink(missing_ok=True)
-    mark.write_text(owner)
+    try:
+        replace(mark, owner.encode())
+    except OSError as error:
+        raise refused(
+            "store", "a folder you can write to", f"{folder} ({error.strerror})", "Free some space."
+        ) from None
 
 
 class Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
-from covary.checkpoint import Checkpoints, description, opened, sizes, state_arrays, state_from
+from covary.checkpoint import description, drive, opened, sizes, state_arrays, state_from
 from covary.checks import flag, whole
 from covary.devices import AXIS, lay_out, memory, to_host
 from covary.durable import Damaged
-from covary.engine import Pace, Watch
+from covary.engine import Pace, SavedClients, Watch, rows_of
 from covary.errors import CovaryError, refused
-from covary.interrupt import interruptions
 from covary.job import Job, direction, initial, prepare
 from covary.problem import Problem
 from covary.program import State
@@ -173,13 +172,14 @@ def sweep(
         members=len(points),
     )
     whole("checkpoint_every", checkpoint_every, 1)
-    going = Members(job, algorithms, seeds, rounds, race, _groups(len(points), len(seeds), job, algorithms[0], at_once))
+    groups = _groups(len(points), len(seeds), job, algorithms[0], at_once)
+    going = Members(job, algorithms, seeds, rounds, race, groups, log)
     if checkpoint is None:
         while not going.ended:
-            going.advance(rounds, lambda: False, log)
+            going.advance(rounds, interrupted=lambda: False)
     else:
         about = description(
-            algorithms[0],
+            algorithms,
             problem,
             np.stack(job.starts),
             points=points,
@@ -187,7 +187,7 @@ def sweep(
             rounds=rounds,
             clients_per_round=job.plan.cohort,
             local_steps=local_steps,
-            local_epochs=local_epochs,
+            local_epochs=1 if local_epochs is None and local_steps is None else local_epochs,
             batch_size=batch_size,
             warm_start=bool(warm_start),
             weights=weights,
@@ -201,7 +201,7 @@ def sweep(
         state, row = sizes(algorithms[0], job.starts[0], members)
         curves = 8 * rounds * members * (2 * len(job.program.evaluated) + 16)
         with opened(checkpoint, about, job.plan.n_clients, state + curves, row) as checkpoints:
-            _with_checkpoints(going, checkpoints, checkpoint_every, log)
+            drive(going, checkpoints, checkpoint_every)
     table = [
         _row(point, seed, going, (p, s), job.program.evaluated)
         for p, point in enumerate(points)
@@ -214,9 +214,17 @@ class Members:
     """The members of a sweep under way: groups of points one after the other, all seeds of a group at once."""
 
     def __init__(
-        self, job: Job, algorithms: list[Algorithm], seeds: list[int], rounds: int, race: bool, groups: list[list[int]]
+        self,
+        job: Job,
+        algorithms: list[Algorithm],
+        seeds: list[int],
+        rounds: int,
+        race: bool,
+        groups: list[list[int]],
+        log: Callable[[int, dict[str, float]], None] | None,
     ):
         self.job, self.algorithms, self.rounds, self.race, self.groups = job, algorithms, rounds, race, groups
+        self.log, self.saved_group = log, 0  # the group of the last checkpoint
         self.keys = np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
         shape = (len(algorithms), len(seeds))
         self.curves: dict[str, np.ndarray] = {}  # (points, seeds, rounds), NaN where a member had ended
@@ -238,7 +246,7 @@ class Members:
     def ended(self) -> bool:
         return self.group == len(self.groups)
 
-    def advance(self, until: int, interrupted: Callable[[], bool], log: Any) -> None:
+    def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
         """Take the group on to a round, or to its end; the next one is begun then."""
         job, program = self.job, self.job.program
         while not interrupted():
@@ -256,8 +264,8 @@ class Members:
                 if self.watch.due:
                     self._check()
                 running = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
-                if log is not None:
-                    log(self.done, {"running": float(running.sum())})
+                if self.log is not None:
+                    self.log(self.done, {"running": float(running.sum())})
                 decided = self.race and self.done % LAP == 0 and _decided(self.states, self._to_beat())
                 if self.done == self.rounds or not running.any() or decided:
                     self.group += 1
@@ -276,10 +284,15 @@ class Members:
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field, of all members."""
-        leaves = jax.tree.leaves(self.states.clients)
-        return [np.moveaxis(np.asarray(jax.device_get(leaf[:, :, ids])), 2, 0) for leaf in leaves]
+        return [np.moveaxis(rows_of(leaf, ids, 2), 2, 0) for leaf in jax.tree.leaves(self.states.clients)]
 
-    def restore(self, arrays: dict[str, np.ndarray], saved_clients: Callable[..., Iterator[Any]]) -> None:
+    def news(self) -> tuple[int, np.ndarray, bool]:
+        """The number of the next checkpoint, the clients that changed since the last one, and whether all did."""
+        touched = np.empty(0, int) if self.ended else self.touched
+        anew, self.saved_group, self.touched = self.group != self.saved_group, self.group, np.empty(0, int)
+        return self.group * self.rounds + self.done * (not self.ended), touched, anew
+
+    def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
         """Put back what was saved."""
         shape, empty = self.done_by.shape, np.empty(0, int)
         curves = {name[6:]: np.array(value) for name, value in arrays.items() if name.startswith("curve.")}
@@ -291,7 +304,7 @@ class Members:
         for name in ("done_by", "reached", "diverged"):
             setattr(self, name, np.array(arrays[name]))
         self.curves = curves
-        self.group = int(arrays["group"])
+        self.group = self.saved_group = int(arrays["group"])
         if self.ended:
             return
         self._begin()
@@ -333,23 +346,6 @@ class Members:
         self.touched = np.union1d(self.touched, cohorts)
         for mine, theirs in (("done_by", "round"), ("reached", "reached"), ("diverged", "diverged")):
             getattr(self, mine)[group] = np.asarray(getattr(self.states, theirs)).T
-
-
-def _with_checkpoints(members: Members, checkpoints: Checkpoints, every: int, log: Any) -> None:
-    """The sweep from its last checkpoint on, saved every so many rounds and when it is asked to stop."""
-    saved = checkpoints.newest()
-    if saved is not None:
-        members.restore(saved.arrays, checkpoints.clients)
-    group = members.group
-    with interruptions() as interruption:
-        while not members.ended:
-            members.advance(members.done + every - members.done % every, interruption.heard, log)
-            touched = members.touched if not members.ended else np.empty(0, int)
-            number = members.group * members.rounds + members.done * (not members.ended)
-            checkpoints.save(number, members.arrays(), touched, members.rows, anew=members.group != group)
-            members.touched, group = np.empty(0, int), members.group
-            if not members.ended:
-                interruption.stop(checkpoints.folder, members.done)
 
 
 def _decided(states: State, to_beat: float) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 from covary.checks import whole
 from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder
-from covary.errors import CovaryError, refused
+from covary.errors import refused
 from covary.report.folder import RunFolder
 
 
@@ -37,18 +37,24 @@ def reproduce(
         raise refused("EXPERIMENT", f"one of {', '.join(EXPERIMENTS)}, all", experiment, "Try: covary reproduce fig3.")
     if pixels not in ("auto", "paper-white", "ink"):
         raise refused("--pixels", "auto, paper-white or ink", pixels, "Leave it out for what is nearest to the paper.")
-    if checkpoint is not None and experiment == "all":
-        raise CovaryError("--checkpoint is the folder of one experiment: name it instead of all.")
     if seeds is not None:
         whole("--seeds", seeds, 1)
     options = [*(["--quick"] if quick else []), *(["--pixels", pixels] if pixels != "auto" else [])]
     options += [] if seeds is None else ["--seeds", str(seeds)]
-    for name in EXPERIMENTS if experiment == "all" else (experiment,):
-        context.params["experiment"] = name
+    paper_white = None if pixels == "auto" else pixels == "paper-white"
+
+    def one(name: str, folder: RunFolder) -> None:
         command = " ".join(["covary reproduce", name, *([] if name == "fig3" else ["--data", "DIR", *options])])
-        paper_white = None if pixels == "auto" else pixels == "paper-white"
-        with run_folder(context, f"reproduce-{name}", out, checkpoint, resume) as folder:
-            _reproduce(name, data, folder, command, quick, paper_white, seeds)
+        _reproduce(name, data, folder, command, quick, paper_white, seeds)
+
+    with run_folder(context, f"reproduce-{experiment}", out, checkpoint, resume) as folder:
+        if experiment != "all":
+            one(experiment, folder)
+            return
+        for name in EXPERIMENTS:
+            part = RunFolder.open(folder.path / name)
+            one(name, part)
+            part.close()
 
 
 def _reproduce(

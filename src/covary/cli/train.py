@@ -57,7 +57,7 @@ def run(
     problem = digits_problem(clients, similarity, hidden)
     options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
     options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
-    started = time.perf_counter()
+    started, begun = time.perf_counter(), False
     with (
         common.run_folder(context, f"run-{algorithm}", out, checkpoint, resume) as folder,
         bar("rounds") as progress,
@@ -65,12 +65,16 @@ def run(
         task = progress.add_task("compiling", total=rounds)
 
         def log(number: int, values: dict[str, float]) -> None:
+            nonlocal begun
+            if not begun:
+                folder.cut(number - 1)  # rounds after the checkpoint are done again
+                begun = True
             folder.append({"round": number, **values})
             what = f"{algorithm}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.4f}"
             progress.update(task, completed=number, description=what)
 
         result = simulate(chosen, problem, rounds=rounds, seed=seed, log=log, checkpoint=folder.checkpoint, **options)
-        folder.rewrite(_records(result.history))  # a round that was done twice is there once
+        folder.rewrite(_records(result.history))  # with the last control error as it was checked
     told = f"{chosen}: {result.rounds} rounds in {time.perf_counter() - started:.1f} s"
     if result.rounds:
         told += f", loss {result.history['loss'][-1]:.4f}, test accuracy {result.history['accuracy'][-1]:.4f}"

@@ -124,11 +124,12 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
         about = json.loads(content_of(folder / "data.json", 2**20))
         if about["format"] != FORMAT:
             raise refused("folder", f"of format {FORMAT}", about["format"], "Write it again with this version.")
-        sizes = np.array(_mapped(folder / "sizes.npy"))
+        sizes = _mapped(folder / "sizes.npy")
         examples = _rebuilt(about["form"], folder)
-        data = FederatedData.__new__(FederatedData)
-        data.examples, data.sizes = examples, sizes
         leaves = jax.tree.leaves(examples)
+        if sizes.nbytes > memory(device=False) / 16:
+            raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, more than is read")
+        sizes = np.array(sizes)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:
             raise ValueError("sizes.npy has no list of positive numbers")
         most = min(len(leaf) for leaf in leaves) if leaves else 0
@@ -182,7 +183,7 @@ def _mapped(path: Path) -> np.ndarray:
 def _rebuilt(form: Any, folder: Path) -> Any:
     if isinstance(form, int):
         array = _mapped(folder / f"{form}.npy")
-        if array.ndim == 0 or array.dtype.kind not in "biuf":
+        if array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
             raise ValueError(f"{form}.npy has no rows of numbers")
         return array
     ((kind, inner),) = form.items()

@@ -66,16 +66,21 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """The folder under this very name, made if need be."""
         folder = cls(path)
-        folder._made = [] if path.exists() else [path]
+        folder._made = [] if os.path.lexists(path) else [path]
         folder._hold.enter_context(held(path))
         for parent, *_ in os.walk(path):
             refuse_links(Path(parent))
+        if folder.results.exists():
+            folder.drop_torn_line()
         return folder
 
     @property
     def begun(self) -> bool:
         """Whether there is something to go on with."""
-        return self.results.exists() or any(self.checkpoint.rglob("*.safetensors"))
+        try:
+            return any(self.path.rglob("results.jsonl")) or any(self.checkpoint.rglob("*.safetensors"))
+        except OSError:
+            return False
 
     def settle(self, settings: Mapping[str, Any]) -> None:
         """Say what the results are of; a folder that holds those of something else is refused."""
@@ -148,6 +153,13 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from error
 
+    def cut(self, count: int) -> None:
+        """Keep the first lines only."""
+        if self.results.exists():
+            lines = content_of(self.results, LARGEST).splitlines(keepends=True)
+            if len(lines) > count:
+                replace(self.results, b"".join(lines[:count]))
+
     def rewrite(self, records: Iterable[dict[str, Any]]) -> None:
         """All lines anew, in one step."""
         try:
@@ -157,8 +169,8 @@ class RunFolder:
 
     def _unwritable(self, error: OSError) -> CovaryError:
         return CovaryError(
-            f"{self.results} cannot be written ({error.strerror}). What is there is whole: free some space, or copy "
-            "the folder to where there is more, and go on with the copy."
+            f"{self.results} cannot be written ({error.strerror}). The lines before are whole: free some space, or "
+            "copy the folder to where there is more, and go on with the copy."
         )
 
 
