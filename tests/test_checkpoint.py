@@ -1,14 +1,17 @@
 """Nothing lost: runs that were killed, stopped, short of disk or damaged go on with the numbers of undisturbed ones."""
 
+import contextlib
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
 
+import jax
 import numpy as np
 import pytest
 from helpers import ROOT
@@ -42,6 +45,11 @@ def work(*args, seconds=180.0, scratch=None):
     return True
 
 
+def compare(folder):
+    with np.load(folder / "found.npz") as found, np.load(folder / "expected.npz") as expected:
+        same(dict(found), dict(expected))
+
+
 @pytest.mark.parametrize("kind", ["simulate", "disk", "sweep", "compare"])
 def test_killed_at_random_moments_and_resumed(kind, tmp_path):
     """Real processes, real SIGKILLs; the undisturbed run is another process with a folder of its own."""
@@ -50,12 +58,16 @@ def test_killed_at_random_moments_and_resumed(kind, tmp_path):
     began = time.monotonic()
     assert work(kind, tmp_path / "undisturbed", tmp_path / "expected.npz")
     whole, chance = time.monotonic() - began, random.Random(kind)
-    given = (kind, tmp_path / "checkpoints", tmp_path / "found.npz")
-    for _ in range(-(-KILLS // 4)):
-        work(*given, seconds=chance.uniform(0.3, 1.0) * whole, scratch=scratch)
+    given, kills = (kind, tmp_path / "checkpoints", tmp_path / "found.npz"), 0
+    while kills < -(-KILLS // 4):
+        if not work(*given, seconds=chance.uniform(0.3, 1.0) * whole, scratch=scratch):
+            kills += 1
+        else:  # it came to its end: another run is to be killed, sooner
+            compare(tmp_path)
+            shutil.rmtree(tmp_path / "checkpoints")
+            whole *= 0.8
     assert work(*given, scratch=scratch)
-    with np.load(tmp_path / "found.npz") as found, np.load(tmp_path / "expected.npz") as expected:
-        same(dict(found), dict(expected))
+    compare(tmp_path)
     assert not list((tmp_path / "checkpoints").rglob("*.draft"))
     assert len(list((tmp_path / "checkpoints").rglob("round-*"))) <= 2
     assert not list(scratch.iterdir())
@@ -96,6 +108,92 @@ def test_a_second_signal_stops_at_once_and_the_checkpoint_is_good(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     run = cv.simulate(cv.scaffold(0.05), problem(), **call)
     same(run.history, cv.simulate(cv.scaffold(0.05), problem(), 60, **SETTINGS).history)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_signal_in_the_last_rounds_stops_what_comes_after(tmp_path):
+    """A comparison is a chain of short sweeps: a signal must not be lost with the one that just ended."""
+
+    def log(r, values):
+        if r == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    call = {"grid": {"eta_l": [0.05]}, "rounds": 10, "checkpoint": tmp_path, **SETTINGS}
+    with pytest.raises(Interrupted):
+        cv.sweep(cv.scaffold, problem(), log=log, **call)
+    assert cv.sweep(cv.scaffold, problem(), **call).table[0]["rounds"] == 10
+
+
+def test_controls_that_shrink_are_not_taken_for_broken(tmp_path):
+    """Where all clients have one optimum, the rounding errors of the first rounds outlast the controls themselves."""
+    A = np.stack([(1 + i) * np.eye(5, dtype=np.float32) for i in range(10)])
+    call = {"rounds": 300, "clients_per_round": 2, "local_steps": 5, "x0": 1000 * np.ones(5), "eval_every": 50}
+    with jax.enable_x64(False):
+        shared = cv.quadratics(A, np.zeros((10, 5), np.float32))
+        for store in ("device", "host"):
+            for _ in range(2):
+                run = cv.simulate(cv.scaffold(0.02), shared, store=store, checkpoint=tmp_path / store, **call)
+            assert np.abs(run.clients.c_i).max() < 1e-3
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    mine = ["thesis.draft", "clients-list.safetensors", "round-robin.safetensors", "clients-1.safetensors.draft"]
+    for name in mine:
+        (tmp_path / name).write_text("precious")
+    resumed(tmp_path)
+    resumed(tmp_path)
+    assert all((tmp_path / name).read_text() == "precious" for name in mine)
+
+
+def test_checkpoints_do_not_take_more_and_more_memory(tmp_path):
+    """Every checkpoint has another number of changed clients here."""
+    A, b = np.stack([np.eye(2)] * 500), np.ones((500, 2))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **more: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    call = {"clients_per_round": 7, "local_steps": 1, "checkpoint": tmp_path, "checkpoint_every": 5}
+    counts = []
+    cv.simulate(cv.scaffold(0.1), cv.quadratics(A, b), 300, log=lambda r, values: counts.append(len(compiled)), **call)
+    assert counts[-1] - counts[149] <= 4
+
+
+@pytest.mark.parametrize("what", ["metrics", "made by hand", "precision of JAX"])
+def test_changes_inside_are_noticed(what, tmp_path):
+    from dataclasses import replace
+
+    algorithm, changed, data = cv.scaffold(0.05), problem(), problem().data
+    context = contextlib.nullcontext()
+    stopped_run(tmp_path)
+    if what == "metrics":
+        plain = cv.models.logistic_regression(6, 3)
+        model = replace(plain, metrics=lambda params, batch: {"accuracy": 1 - plain.metrics(params, batch)["accuracy"]})
+        changed, says = cv.supervised(model, data), "model was"
+    elif what == "made by hand":
+        algorithm, says = replace(cv.scaffold(0.05, option="I"), recipe=algorithm.recipe), "code was"
+    else:
+        context, says = jax.default_matmul_precision("bfloat16"), "jax was"
+    with context, pytest.raises(cv.CovaryError, match=says):
+        cv.simulate(algorithm, changed, 30, checkpoint=tmp_path, checkpoint_every=EVERY, **SETTINGS)
+
+
+def test_a_finished_run_keeps_the_users_store(tmp_path):
+    call = {"rounds": 10, "store": tmp_path / "states", "checkpoint": tmp_path / "saved", **SETTINGS}
+    run = cv.simulate(cv.scaffold(0.05), problem(), **call)
+    again = cv.simulate(cv.scaffold(0.05), problem(), **call)
+    np.testing.assert_array_equal(np.asarray(again.clients.c_i), np.asarray(run.clients.c_i))
+    assert {path.name for path in (tmp_path / "states").iterdir()} == {"c_i.rows", "places.npy", "run", "lock"}
+
+
+def test_two_runs_do_not_share_a_store(tmp_path):
+    call = {"rounds": 10, "store": tmp_path / "states", **SETTINGS}
+
+    def log(r, values):
+        if r == 3:
+            cv.simulate(cv.scaffold(0.05), problem(), checkpoint=tmp_path / "second", **call)
+
+    with pytest.raises(cv.CovaryError, match="states is in use by process"):
+        cv.simulate(cv.scaffold(0.05), problem(), log=log, checkpoint=tmp_path / "first", **call)
 
 
 def stopped_run(folder, rounds=30):

@@ -1,8 +1,11 @@
 """The command line as a user meets it."""
 
 import json
+import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT, covary
@@ -52,6 +55,35 @@ def test_a_diverging_run_says_so_and_fails(tmp_path):
     result = covary("run", "fedavg", "--eta-l", "1e38", "--rounds", "5", cwd=tmp_path)
     assert result.returncode == 1
     assert "diverged in round" in result.stdout
+
+
+def test_a_torn_line_and_rounds_done_twice_are_gone_when_a_run_goes_on(tmp_path):
+    args = ("run", "scaffold", "--rounds", "7", "--clients", "5", "--checkpoint", "saved", "--checkpoint-every", "3")
+    assert covary(*args, cwd=tmp_path).returncode == 0
+    results, whole = tmp_path / "saved" / "results.jsonl", (tmp_path / "saved" / "results.jsonl").read_text()
+    for path in (tmp_path / "saved" / "checkpoint").glob("*-000000007*"):
+        path.unlink()  # as if it had been killed after round 6 was saved, with round 7 cut off in the middle
+    results.write_text(whole[:-30])
+    again = covary(*args, "--resume", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert results.read_text() == whole
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    command = [sys.executable, "-m", "covary", "run", "scaffold", "--rounds", "20000", "--similarity", "0.1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("runs/*/checkpoint/round-*")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    again = shlex.split(told.splitlines()[-1])
+    assert again[:6] == ["covary", "run", "scaffold", "--rounds", "20000", "--similarity"]
+    assert "--resume" in again
+    refused = covary(*again[1:], "--eta-l", "0.5", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "eta_l was 0.3 and is 0.5" in refused.stderr
 
 
 def test_the_one_file_example_runs(tmp_path):

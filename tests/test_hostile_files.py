@@ -8,6 +8,7 @@ import os
 import signal
 import struct
 import tracemalloc
+import warnings
 import zipfile
 
 import numpy as np
@@ -87,6 +88,14 @@ def test_links_in_a_checkpoint_are_refused(name, saved, victim):
         go_on(saved)
 
 
+@pytest.mark.parametrize("name", ["round-000000099.safetensors", "clients-000000099-0.safetensors", "x.draft"])
+def test_folders_in_place_of_files(name, saved):
+    (saved / name).mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        assert go_on(saved).rounds == 30
+
+
 def test_a_pipe_is_not_waited_for(saved):
     os.mkfifo(saved / "round-000000012.safetensors")
     with harmless("neither a file nor a folder"):
@@ -123,7 +132,14 @@ def put(key, value):
 
 
 def array(name, value):
-    return lambda arrays, facts: arrays.__setitem__(name, value)
+    """Of the history, in place of the column of that name."""
+
+    def change(arrays, facts):
+        column = name.removeprefix("history.")
+        numbered = next((key for key in arrays if key.endswith(f".{column}") and "history." in key), "history.999.trap")
+        arrays[name if name == column else numbered] = value
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -156,6 +172,11 @@ def test_a_checkpoint_with_facts_that_cannot_be(change, saved):
         (array("history.round", np.arange(9)), "does not count its rounds"),
         (array("history.cohort", np.zeros((9, 2))), "not one row a round"),
         (array("history.trap", np.zeros(9)), "other columns"),
+        (array("history.cohort", np.zeros((9, 7), int)), "not one row a round"),
+        (
+            lambda arrays, facts: arrays.pop(next(key for key in arrays if key.endswith(".control_error"))),
+            "has no control_error",
+        ),
     ],
 )
 def test_a_checkpoint_with_arrays_that_do_not_fit(change, says, saved):
@@ -302,6 +323,7 @@ def npy(shape, dtype="<f8", content=b""):
         ("data.json", b'{"format": 1, "form": {"tuple": []}}'),
         ("data.json", b'{"format": 1, "form": {"__class__": [0]}}'),
         ("sizes.npy", npy((10**15,), "<i8")),
+        ("0.npy", npy((2**40, 0))),
         ("sizes.npy", npy((2,), "<i8", struct.pack("<qq", 2**62, 3 - 2**62))),
         ("sizes.npy", npy((5,), "<i8", struct.pack("<qqqqq", 2**62, 2**62, 2**62, 2**62, 3))),
         ("sizes.npy", npy((1,), "|O", b"cos\nsystem\n(S'touch owned'\ntR.")),
@@ -316,6 +338,14 @@ def test_a_data_folder_built_to_do_harm(name, content, data, monkeypatch, tmp_pa
     with harmless("is no data set of covary's|can be right"):
         cv.FederatedData.open(data)
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_data_folder_of_a_huge_size(data):
+    (data / "sizes.npy").write_bytes(npy((2**38,), "<i8"))
+    with (data / "sizes.npy").open("r+b") as file:
+        file.truncate(2**42)
+    with harmless("sizes.npy declares 2,199,023,255,552 bytes"):
+        cv.FederatedData.open(data)
 
 
 @pytest.mark.parametrize("name", ["data.json", "sizes.npy", "0.npy"])

@@ -173,7 +173,8 @@ class Engine:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All but the clients' states, for a checkpoint."""
-        return state_arrays(self.small()) | {f"history.{k}": v for k, v in self.history.columns().items()}
+        columns = enumerate(self.history.columns().items())  # numbered: a file has them in an order of its own
+        return state_arrays(self.small()) | {f"history.{number:03d}.{name}": v for number, (name, v) in columns}
 
     def news(self) -> tuple[int, np.ndarray, bool]:
         """The number of the next checkpoint, the clients that changed since the last one, and whether all did."""
@@ -190,7 +191,7 @@ class Engine:
 
     def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
         """Go on from what was saved."""
-        columns = {k[8:]: v for k, v in arrays.items() if k.startswith("history.")}
+        columns = {name[12:]: arrays[name] for name in sorted(arrays) if name.startswith("history.")}
         control = ("control_error",) if self.algorithm.invariant is not None else ()
         self.history.restore(columns, self.job.plan.cohort, (*self.job.program.evaluated, *control))
         self.put_back(state_from(self.small(), arrays), saved_clients(self.rows(np.arange(1))))
