@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,8 @@ class RunFolder:
         if not self._settings.exists():
             if self.begun:
                 raise CovaryError(f"{self.path} holds results of another program. Give another folder.")
-            replace(self._settings, json.dumps(settings).encode())
+            with self._writing():
+                replace(self._settings, json.dumps(settings).encode())
             return
         try:
             then = json.loads(content_of(self._settings, 2**20))
@@ -139,39 +140,39 @@ class RunFolder:
         content = content_of(self.results, LARGEST)
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            with self.results.open("r+b") as file:
+            with self._writing(), self.results.open("r+b") as file:
                 file.truncate(whole)
 
     def append(self, record: dict[str, Any], durable: bool = False) -> None:
         """Add a line; a durable one is on the disk when this returns."""
-        try:
-            with self.results.open("a", encoding="utf-8") as file:
-                file.write(_line(record))
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._writing(), self.results.open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
 
     def cut(self, count: int) -> None:
         """Keep the first lines only."""
         if self.results.exists():
             lines = content_of(self.results, LARGEST).splitlines(keepends=True)
             if len(lines) > count:
-                replace(self.results, b"".join(lines[:count]))
+                with self._writing():
+                    replace(self.results, b"".join(lines[:count]))
 
     def rewrite(self, records: Iterable[dict[str, Any]]) -> None:
         """All lines anew, in one step."""
-        try:
+        with self._writing():
             replace(self.results, "".join(map(_line, records)).encode())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
-    def _unwritable(self, error: OSError) -> CovaryError:
-        return CovaryError(
-            f"{self.results} cannot be written ({error.strerror}). The lines before are whole: free some space, or "
-            "copy the folder to where there is more, and go on with the copy."
-        )
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CovaryError(
+                f"{self.path} cannot be written to ({error.strerror}). Whole lines that are there stay: free some "
+                "space, or copy the folder to where there is more, and go on with the copy."
+            ) from error
 
 
 def _line(record: dict[str, Any]) -> str:
