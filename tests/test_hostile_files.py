@@ -88,12 +88,14 @@ def test_links_in_a_checkpoint_are_refused(name, saved, victim):
         go_on(saved)
 
 
-@pytest.mark.parametrize("name", ["round-000000099.safetensors", "clients-000000099-0.safetensors", "x.draft"])
-def test_folders_in_place_of_files(name, saved):
-    (saved / name).mkdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)
-        assert go_on(saved).rounds == 30
+def test_folders_in_place_of_files(saved):
+    """They cannot be removed as files are, and take no whole checkpoint's place."""
+    for name in ("round-000000098", "round-000000099", "clients-000000099-0", "x.draft"):
+        (saved / f"{name}.safetensors").mkdir()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            assert go_on(saved).rounds == 30
 
 
 def test_a_pipe_is_not_waited_for(saved):
@@ -294,6 +296,13 @@ def test_results_that_are_not_covarys(lines, says, tmp_path, monkeypatch):
         file.write("\n".join(lines) + "\n")
     with harmless(says):
         command("compare", "--rounds", 1, "--seeds", 1, "--checkpoint", folder, "--resume")
+
+
+def test_results_of_another_program_are_not_touched(tmp_path):
+    (tmp_path / "results.jsonl").write_text("a line\nand half of anoth")
+    with harmless("holds results of another program"):
+        command("run", "scaffold", "--rounds", 2, "--checkpoint", tmp_path)
+    assert (tmp_path / "results.jsonl").read_text() == "a line\nand half of anoth"
 
 
 def test_results_of_a_huge_size_are_not_read(results):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from covary.algorithm import Algorithm
+from covary.algorithm import Algorithm, Exchange
 from covary.durable import Damaged, File, held
 from covary.errors import CovaryError, refused
 from covary.interrupt import interruptions
@@ -150,15 +150,14 @@ class Checkpoints:
 
     def _rounds(self) -> list[Path]:
         """The checkpoints, the newest first."""
-        return sorted((path for path in self.folder.iterdir() if NAMES.fullmatch(path.name)), reverse=True)
+        found = [path for path in self.folder.iterdir() if NAMES.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name[len("round-") : -len(".safetensors")]), reverse=True)
 
     def _clean_up(self, newest: Path) -> None:
         """Remove what was damaged, and what neither of the last two checkpoints needs; others' files stay."""
-        for path in self.damaged:
-            if path != newest:
-                _remove(path)
-        self.damaged.clear()
-        kept, old = self._rounds()[:KEPT], self._rounds()[KEPT:]
+        whole = [path for path in self._rounds() if path == newest or path not in self.damaged]
+        kept = [newest, *(path for path in whole if path != newest)][:KEPT]
+        old = [path for path in self._rounds() if path not in kept]
         needed: set[str] = set()
         for path in kept:
             if path not in self.built_on:
@@ -251,14 +250,16 @@ def drive(going: Any, checkpoints: Checkpoints, every: int) -> None:
             going.advance(min(going.rounds, going.done + every - going.done % every), interruption.heard)
             number, touched, anew = going.news()
             checkpoints.save(number, going.arrays(), touched, going.rows, anew)
-            interruption.stop(checkpoints.folder, going.done)
+            interruption.stop(checkpoints.folder, number)
 
 
-def description(algorithms: list[Algorithm], problem: Problem, x: np.ndarray, **settings: Any) -> dict[str, Any]:
+def description(
+    algorithms: list[Algorithm], problem: Problem, x: np.ndarray, trips: tuple[Exchange, ...], **settings: Any
+) -> dict[str, Any]:
     """What a run is, for JSON. How it is run (devices, width, store) is not part of it: it can go on elsewhere."""
     about: dict[str, Any] = {"algorithm": ", ".join(map(str, algorithms))}
     about |= {name: _plain(value) for name, value in settings.items()}
-    about["code"] = _hash(_code(algorithms[0], x.reshape(-1, x.shape[-1])[0]))
+    about["code"] = _hash(_code(algorithms[0], trips, x.reshape(-1, x.shape[-1])[0]))
     about["model"] = _hash(problem.lowered())
     about["jax"] = [str(getattr(jax.config, name, None)) for name in OF_JAX]
     about["start"] = hashlib.sha256(x.tobytes()).hexdigest()[:16]
@@ -267,11 +268,11 @@ def description(algorithms: list[Algorithm], problem: Problem, x: np.ndarray, **
     return about
 
 
-def _code(algorithm: Algorithm, x: np.ndarray) -> str:
+def _code(algorithm: Algorithm, trips: tuple[Exchange, ...], x: np.ndarray) -> str:
     """What an algorithm computes, for one that was made by hand and changed since; numbers are part of it."""
 
     def round_of_one(server: Any, client: Any) -> Any:
-        for trip in (*algorithm.exchanges, *([algorithm.warm_start] if algorithm.warm_start else [])):
+        for trip in (*trips, *([algorithm.warm_start] if algorithm.warm_start else [])):
             down = trip.broadcast(server)
             local = trip.start(down, client, _slope)
             local = local if trip.step is None else trip.step(local, down, client, _slope)
@@ -280,7 +281,7 @@ def _code(algorithm: Algorithm, x: np.ndarray) -> str:
         return server, client
 
     states = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), (algorithm.init_server(x), algorithm.init_client(x)))
-    return str(jax.make_jaxpr(round_of_one)(*states))
+    return jax.jit(round_of_one).lower(*states).as_text()
 
 
 def _slope(y: Any) -> Any:

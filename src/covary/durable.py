@@ -107,9 +107,11 @@ def content_of(path: Path, most: int) -> bytes:
     """What is in a file of at most so many bytes. What is no file (a link, a pipe, a device) is refused."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
     except OSError as error:
         if not path.is_symlink():
-            raise
+            raise CovaryError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
         raise Damaged(
             f"{path} is a link, and covary follows none in its folders. Put the file itself there."
         ) from error

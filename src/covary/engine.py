@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -129,7 +130,7 @@ class Watch:
         c = np.asarray(getattr(state.server, server_field))
         mean = mean_control(clients, client_field, self.p, seen)
         error = float(np.linalg.norm(c - mean))
-        eps, round = float(np.finfo(c.dtype).eps), int(state.round)
+        eps, round = float(jnp.finfo(c.dtype).eps), int(state.round)
         rounding = (np.sqrt(eps) + eps * round) * np.sqrt(c.size) * float(state.scale)
         if not error <= rounding:
             raise BrokenInvariant(

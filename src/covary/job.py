@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -93,7 +94,7 @@ def prepare(
     for name, value in algorithm.numbers.items():
         with np.errstate(over="ignore"):
             cast = float(starts[0].dtype.type(value))
-        if (abs(cast) < np.finfo(starts[0].dtype).tiny and value != 0) or not np.isfinite(cast):
+        if (abs(cast) < float(jnp.finfo(starts[0].dtype).tiny) and value != 0) or not np.isfinite(cast):
             raise refused(name, f"a number that {starts[0].dtype} can hold", f"{value:g}", "Choose a less extreme one.")
     problem.refuse_other_losses(one_by_one=plan.ragged_batches or plan.ragged_sizes or passes)
     assert unravel is not None

@@ -170,6 +170,7 @@ def simulate(
             [algorithm],
             problem,
             job.starts[0],
+            algorithm.trips(job.plan.steps_on_wire),
             rounds=rounds,
             clients_per_round=job.plan.cohort,
             local_steps=local_steps,
@@ -188,6 +189,8 @@ def simulate(
         with contextlib.ExitStack() as stack:
             checkpoints = stack.enter_context(opened(checkpoint, about, job.plan.n_clients, state + rows, row))
             if job.store not in ("device", "host", "disk"):
+                if Path(job.store).resolve() == Path(checkpoint).resolve():
+                    raise refused("store", "another folder than checkpoint", str(store), "Give each its own.")
                 stack.enter_context(held(Path(job.store)))
             engine = OnDevices(*given) if job.program.resident else OutsideDevices(*given, owner=checkpoints.run)
             drive(engine, checkpoints, checkpoint_every)

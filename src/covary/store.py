@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import os
 import re
@@ -86,7 +87,13 @@ class DiskStore:
     def save_places(self) -> None:
         """Beside the rows, where each client's is: without it, they could not be told apart later."""
         if self.folder is not None:
-            np.save(self.folder / "places.npy", self.places)
+            content = io.BytesIO()
+            np.save(content, self.places)
+            try:
+                replace(self.folder / "places.npy", content.getvalue())
+            except OSError as error:
+                fix = "Free some space, or give another folder."
+                raise CovaryError(f"{self.folder} cannot be written to ({error.strerror}). {fix}") from error
 
     @property
     def seen(self) -> np.ndarray:

@@ -182,6 +182,7 @@ def sweep(
             algorithms,
             problem,
             np.stack(job.starts),
+            algorithms[0].trips(job.plan.steps_on_wire),
             points=points,
             seeds=seeds,
             rounds=rounds,

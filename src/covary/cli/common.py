@@ -68,8 +68,7 @@ def run_folder(
         raise CovaryError(f"{checkpoint} holds no run to go on with. Leave --resume out to begin one there.")
     folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
     try:
-        given = {key: value for key, value in context.params.items() if key not in NOT_OF_THE_RUN}
-        folder.settle({"command": context.info_name, **given})
+        folder.settle(settings_of(context))
         with _warnings_shown():
             yield folder
     except KeyboardInterrupt:
@@ -80,6 +79,12 @@ def run_folder(
         raise typer.Exit(130) from None
     finally:
         folder.close()
+
+
+def settings_of(context: typer.Context) -> dict[str, Any]:
+    """What a command's results depend on."""
+    given = {key: value for key, value in context.params.items() if key not in NOT_OF_THE_RUN}
+    return {"command": context.info_name, **given}
 
 
 @contextlib.contextmanager

@@ -76,5 +76,6 @@ def _show(folder: RunFolder, budget: Any, target: float) -> None:
     console.print(rounds_table(title, list(ALGORITHMS), rounds, budget.rounds, baseline="sgd"))
     console.print("[dim](n×): speed-up over SGD. eta_l tuned for each cell, eta_g = 1. Green: fewest rounds.[/dim]")
     picture = folder.path / "curves.png"
-    save_curves(picture, curves, "test accuracy", target, f"Logistic regression on digits: {setup}")
+    with folder.writing():
+        save_curves(picture, curves, "test accuracy", target, f"Logistic regression on digits: {setup}")
     console.print(f"Curves: {picture}\nRaw results: {folder.results}", soft_wrap=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from covary.checks import whole
-from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder
+from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder, settings_of
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
@@ -52,9 +53,9 @@ def reproduce(
             one(experiment, folder)
             return
         for name in EXPERIMENTS:
-            part = RunFolder.open(folder.path / name)
-            one(name, part)
-            part.close()
+            with contextlib.closing(RunFolder.open(folder.path / name)) as part:
+                part.settle(settings_of(context) | {"experiment": name})
+                one(name, part)
 
 
 def _reproduce(
@@ -80,5 +81,7 @@ def _reproduce(
         console.print(quick_note(result), style="yellow")
     console.print(claims_table(result.claims))
     console.print(f"{result.seconds:.0f} s on {result.header['device']}, compilation included")
-    for path in write_up(result, folder.path):
+    with folder.writing():
+        written = write_up(result, folder.path)
+    for path in written:
         console.print(f"Written: {path}", soft_wrap=True)

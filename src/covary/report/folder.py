@@ -67,18 +67,19 @@ class RunFolder:
         """The folder under this very name, made if need be."""
         folder = cls(path)
         folder._made = [] if os.path.lexists(path) else [path]
-        folder._hold.enter_context(held(path))
-        for parent, *_ in os.walk(path):
-            refuse_links(Path(parent))
-        if folder.results.exists():
-            folder.drop_torn_line()
+        with contextlib.ExitStack() as hold:
+            hold.enter_context(held(path))
+            for parent, *_ in os.walk(path):
+                refuse_links(Path(parent))
+            folder._hold = hold.pop_all()
         return folder
 
     @property
     def begun(self) -> bool:
         """Whether there is something to go on with."""
         try:
-            return any(self.path.rglob("results.jsonl")) or any(self.checkpoint.rglob("*.safetensors"))
+            parts = self.path.glob("*/results.jsonl") if self._settings.exists() else ()
+            return self.results.exists() or any(parts) or any(self.checkpoint.rglob("*.safetensors"))
         except OSError:
             return False
 
@@ -88,7 +89,7 @@ class RunFolder:
         if not self._settings.exists():
             if self.begun:
                 raise CovaryError(f"{self.path} holds results of another program. Give another folder.")
-            with self._writing():
+            with self.writing():
                 replace(self._settings, json.dumps(settings).encode())
             return
         try:
@@ -101,15 +102,17 @@ class RunFolder:
             raise CovaryError(
                 f"{self.path} holds another run: {told}. Give the options it was begun with, or another folder."
             )
+        if self.results.exists():
+            self.drop_torn_line()
 
     def close(self) -> None:
         """Let others have the folder; one that was made for nothing, with no result in it, is removed."""
-        self._hold.close()
         if self._made and not self.begun:
             shutil.rmtree(self.path, ignore_errors=True)
             for parent in self._made[1:]:
                 with contextlib.suppress(OSError):  # others have come in
                     parent.rmdir()
+        self._hold.close()
 
     @staticmethod
     def refuse_unwritable(parent: Path) -> None:
@@ -140,12 +143,12 @@ class RunFolder:
         content = content_of(self.results, LARGEST)
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            with self._writing(), self.results.open("r+b") as file:
+            with self.writing(), self.results.open("r+b") as file:
                 file.truncate(whole)
 
     def append(self, record: dict[str, Any], durable: bool = False) -> None:
         """Add a line; a durable one is on the disk when this returns."""
-        with self._writing(), self.results.open("a", encoding="utf-8") as file:
+        with self.writing(), self.results.open("a", encoding="utf-8") as file:
             file.write(_line(record))
             if durable:
                 file.flush()
@@ -156,16 +159,17 @@ class RunFolder:
         if self.results.exists():
             lines = content_of(self.results, LARGEST).splitlines(keepends=True)
             if len(lines) > count:
-                with self._writing():
+                with self.writing():
                     replace(self.results, b"".join(lines[:count]))
 
     def rewrite(self, records: Iterable[dict[str, Any]]) -> None:
         """All lines anew, in one step."""
-        with self._writing():
+        with self.writing():
             replace(self.results, "".join(map(_line, records)).encode())
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Around whatever writes into the folder: where that fails, the user is told what is left."""
         try:
             yield
         except OSError as error:
