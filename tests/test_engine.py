@@ -190,14 +190,11 @@ class SquaredError:
         return jax.numpy.mean((x @ params - y) ** 2)
 
 
-def test_a_temporary_store_goes_with_the_run(tmp_path, monkeypatch):
+def test_a_temporary_store_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run = cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), 3, **TRAINING, store="disk")
-    assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())  # not even now: nothing could be left behind, however the process ends
     assert np.abs(run.clients.c_i[:]).max() > 0
-    del run
-    gc.collect()
-    assert not list(tmp_path.iterdir())
 
 
 def test_states_of_another_run_are_not_overwritten(tmp_path):

@@ -198,7 +198,9 @@ def simulate(
 
     columns = history.columns()
     if algorithm.invariant is not None and history.rounds:
-        columns["control_error"][-1] = engine.control_error()
+        error = engine.control_error()
+        if np.isnan(columns["control_error"][-1]):
+            columns["control_error"][-1] = error
     done = int(state.round)
     if state.diverged:
         warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)

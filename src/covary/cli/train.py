@@ -74,7 +74,7 @@ def run(
             progress.update(task, completed=number, description=what)
 
         result = simulate(chosen, problem, rounds=rounds, seed=seed, log=log, checkpoint=folder.checkpoint, **options)
-        folder.rewrite(_records(result.history))  # with the last control error as it was checked
+        folder.rewrite(_records(result.history))  # a line that a power failure took is there again
     told = f"{chosen}: {result.rounds} rounds in {time.perf_counter() - started:.1f} s"
     if result.rounds:
         told += f", loss {result.history['loss'][-1]:.4f}, test accuracy {result.history['accuracy'][-1]:.4f}"
