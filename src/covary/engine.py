@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ class Watch:
         return error
 
 
-class Engine:
+class Engine(ABC):
     """A run under way: its state, which `advance` takes on by some rounds, and its history."""
 
     state: State
@@ -164,9 +165,13 @@ class Engine:
     def ended(self) -> bool:
         return self.done >= self.rounds or bool(self.state.reached) or bool(self.state.diverged)
 
+    @abstractmethod
+    def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
+        """Go on until that round, the end, or an interruption."""
+
+    @abstractmethod
     def clients(self) -> Any:
         """The states of all clients, field by field."""
-        raise NotImplementedError
 
     def small(self) -> State:
         """The state without the clients', in NumPy."""
@@ -182,13 +187,13 @@ class Engine:
         touched, self.saved = self.history.touched(self.saved), self.done
         return self.done, touched, False
 
+    @abstractmethod
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_back(self, small: State, clients: Iterator[tuple[np.ndarray, list[np.ndarray]]]) -> None:
         """Replace the state by a saved one."""
-        raise NotImplementedError
 
     def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
         """Go on from what was saved."""
@@ -214,7 +219,6 @@ class OnDevices(Engine):
         self.pace = Pace()
 
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        """Go on until that round, the end, or an interruption."""
         job, program, numbers = self.job, self.job.program, dict(self.algorithm.numbers)
         while self.done < until and not self.ended and not interrupted():
             before = self.done
@@ -266,7 +270,6 @@ class OutsideDevices(Engine):
         self.form = jax.tree.structure(row)
 
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        """Go on until that round, the end, or an interruption."""
         job, algorithm, program, problem, rounds = self.job, self.algorithm, self.job.program, self.problem, self.rounds
 
         def due(r: int) -> bool:
