@@ -97,9 +97,14 @@ def test_two_processes_on_loopback_give_the_numbers_of_one(tmp_path):
         subprocess.Popen([*command, str(i), str(tmp_path / f"{i}.npz")], env=environment, stderr=subprocess.PIPE)
         for i in range(2)
     ]
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()[-2000:]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors.decode()[-2000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
     alone = cv.simulate(cv.scaffold(eta_l=0.1), small_logistic(SIZES), 12, **TRAINING, devices=1)
     for i in range(2):
         with np.load(tmp_path / f"{i}.npz") as host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import jax
 import numpy as np
@@ -15,6 +16,9 @@ if __name__ == "__main__":
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=count, process_id=index)
     from helpers import small_logistic
+
+    clock = time.perf_counter
+    time.perf_counter = lambda: clock() * (1 + 99 * index)  # no two hosts take the same time over anything
 
     problem = small_logistic([12, 8, 9, 15, 7, 11, 10])
     run = cv.simulate(cv.scaffold(eta_l=0.1), problem, 12, clients_per_round=5, local_steps=4, batch_size=4)

@@ -105,6 +105,15 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(fetch, tree)
 
 
+def agreed(value: int) -> int:
+    """The first host's value, where several run together: clocks differ, and what they decide must not."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(value, np.int32)))
+
+
 def available(count: int | None) -> tuple[Any, ...]:
     """The first `count` devices, of all hosts where there are several; all of them by default."""
     everything = jax.devices()

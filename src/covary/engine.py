@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from covary.algorithm import Algorithm
 from covary.checkpoint import state_arrays, state_from
 from covary.data.folder import StreamedData
-from covary.devices import AXIS, lay_out, to_host
+from covary.devices import AXIS, agreed, lay_out, to_host
 from covary.durable import Damaged
 from covary.errors import CovaryError
 from covary.job import CHUNK, Job, initial, traffic
@@ -102,7 +102,7 @@ class Pace:
         if self.calls < 2:  # the first compiles, the second can be timed
             self.asked = 1
         else:
-            self.asked = int(np.clip(0.5 * self.asked / (now - self.since), 1, self.most))
+            self.asked = agreed(int(np.clip(0.5 * self.asked / (now - self.since), 1, self.most)))
         self.calls, self.since = self.calls + 1, now
         return self.asked
 
@@ -121,7 +121,9 @@ class Watch:
     @property
     def due(self) -> bool:
         """Whether there is something to check, and checking has taken no more than a fiftieth of the time so far."""
-        return self.algorithm.invariant is not None and self.spent <= 0.02 * (time.perf_counter() - self.began)
+        if self.algorithm.invariant is None:
+            return False
+        return bool(agreed(self.spent <= 0.02 * (time.perf_counter() - self.began)))
 
     def error(self, state: State, clients: Any, seen: np.ndarray | None = None) -> float:
         """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run."""
