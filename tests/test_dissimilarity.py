@@ -265,6 +265,19 @@ def test_envelope_holds_at_every_point_in_both_forms():
     assert all(p.mean_square <= (2 * G**2 + 4 * exact(A)[0] * (p.loss - f_star)) * (1 + 1e-9) for p in points)
 
 
+def test_the_historys_control_lag_is_that_of_the_cohort(every_engine):
+    """With option I, full batches and all clients, the gradient that replaces c_i is the one at x."""
+    problem = cv.quadratics(*random_quadratics())
+    settings = {"local_steps": 3, "x0": np.ones(5)}
+    lag = cv.simulate(cv.scaffold(eta_l=0.05, option="I"), problem, 6, **settings).history["control_lag"]
+    before = [cv.simulate(cv.scaffold(eta_l=0.05, option="I"), problem, r, **settings) for r in (1, 4)]
+    for run, r in zip(before, (1, 4), strict=True):
+        assert lag[r] == pytest.approx(cv.theory.control_lag(problem, np.asarray(run.clients.c_i), run.x))
+    cohort = cv.simulate(cv.scaffold(eta_l=0.05), problem, 3, clients_per_round=3, **settings).history
+    assert cohort["control_lag"].shape == (3,)
+    assert "control_lag" not in cv.simulate(cv.fedavg(0.05), problem, 2, **settings).history
+
+
 def test_optimum_is_found_and_the_control_lag_vanishes_there():
     A, b = random_quadratics(N=6, d=4)
     problem, star = cv.quadratics(A, b), optimum(A, b)

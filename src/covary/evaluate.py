@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from covary.algorithm import Algorithm
-from covary.cohort import loss_at, total
+from covary.cohort import loss_at, share, total
 from covary.devices import AXIS
 from covary.program import Program, State, World
 
@@ -40,6 +40,15 @@ def control_error(program: Program, algorithm: Algorithm, state: State, world: W
         p = jnp.pad(p, (0, len(c_i) * len(program.place.devices) - len(p)))
         p = jax.lax.dynamic_slice_in_dim(p, jax.lax.axis_index(AXIS) * len(c_i), len(c_i))
     return {"control_error": jnp.linalg.norm(c - total(program, p, c_i, None))}
+
+
+def control_lag(program: Program, algorithm: Algorithm, cohort: Any, old: Any, new: Any) -> dict[str, Any]:
+    """The mean over the cohort of ‖c_i+ - c_i‖²: how far its controls were behind the gradients that replace them."""
+    if algorithm.invariant is None:
+        return {}
+    before, after = (getattr(rows, algorithm.invariant[1]) for rows in (old, new))
+    _, _, weights, real = share(program, cohort, cohort, jnp.full(len(cohort), 1 / len(cohort), after.dtype))
+    return {"control_lag": total(program, weights, jnp.sum((after - before) ** 2, axis=1), real)}
 
 
 def measure(program: Program, x: Any, world: World) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from covary.data.federated import FederatedData
 from covary.devices import Place, lay_out, memory
 from covary.errors import CovaryError, refused
 
-ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "bytes_up", "bytes_down")
+ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_lag", "bytes_up", "bytes_down")
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from covary.devices import AXIS, lay_out, memory, to_host
 from covary.durable import Damaged
 from covary.engine import Pace, SavedClients, Watch, rows_of
 from covary.errors import CovaryError, refused
-from covary.job import Job, direction, initial, prepare
+from covary.job import Job, direction, initial, prepare, traffic
 from covary.problem import Problem
 from covary.program import State
 from covary.rounds import compiled_sweep, compiled_warm_start
@@ -95,6 +95,7 @@ def sweep(
     target: tuple[str, float] | tuple[str, str, float] | None = None,
     eval_every: int = 1,
     race: bool = False,
+    measure_loss: bool = False,
     at_once: int | None = None,
     log: Callable[[int, dict[str, float]], None] | None = None,
     devices: int | None = None,
@@ -114,18 +115,21 @@ def sweep(
         grid: the values to try for each argument of the factory; every combination is a point.
         seeds: one run for each.
         rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every, devices,
-            width, precision: as in `simulate`. The training loss is measured only where it is the target or there is
-            no other metric; without it, a member has diverged once its model is no longer finite.
+            width, precision: as in `simulate`.
         target: as in `simulate`, for each member.
         race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
             that were still running are marked "outpaced".
+        measure_loss: also measure the training loss, which is else done only where it is the target or there is no
+            other metric; without it, a member has diverged once its model is no longer finite.
         at_once: how many points to run at a time; by default as many as fit into memory.
-        log: called as `log(round, values)` after each chunk of rounds, with how many members are still `running`.
+        log: called as `log(round, values)` after each chunk of rounds, with how many members are still `running`
+            and the best value so far of every metric.
         checkpoint, checkpoint_every: as in `simulate`, for all members together.
 
     Returns:
         A `Sweep`: its `table` has one row for each point and seed (the point's numbers, `seed`, `rounds` done,
-        `outcome`, `reached`, `diverged`, and the last and best value of every metric), its `curves` every value.
+        `outcome`, `reached`, `diverged`, and the last and best value of every metric), its `curves` every value of
+        the columns that `simulate` has in its history, but for the cohorts.
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()
@@ -164,7 +168,7 @@ def sweep(
         weights=weights,
         target=target,
         eval_every=eval_every,
-        measure_loss=False,
+        measure_loss=flag("measure_loss", measure_loss),
         store="device",
         devices=devices,
         width=width,
@@ -195,6 +199,7 @@ def sweep(
             target=target,
             eval_every=eval_every,
             race=race,
+            measure_loss=measure_loss,
             groups=going.groups,
             precision=precision,
         )
@@ -208,7 +213,10 @@ def sweep(
         for p, point in enumerate(points)
         for s, seed in enumerate(seeds)
     ]
-    return Sweep(points, seeds, table, going.curves, job.program.evaluated, target)
+    quality = job.program.evaluated
+    if measure_loss and len(quality) > 1 and (target is None or target[0] != "loss"):
+        quality = quality[1:]
+    return Sweep(points, seeds, table, going.curves, quality, target)
 
 
 class Members:
@@ -233,6 +241,10 @@ class Members:
         self.reached, self.diverged = np.zeros(shape, bool), np.zeros(shape, bool)
         self.group, self.pace = 0, Pace()
         self.watch = Watch(algorithms[0], job.layout.p)
+        trips, x = algorithms[0].trips(job.plan.steps_on_wire), job.starts[0]
+        self.bytes_of = {
+            warm: traffic(algorithms[0], t, x) for warm, t in ((False, trips), (True, (algorithms[0].warm_start,)))
+        }
         self._begin()
 
     def _begin(self) -> None:
@@ -266,7 +278,7 @@ class Members:
                     self._check()
                 running = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
                 if self.log is not None:
-                    self.log(self.done, {"running": float(running.sum())})
+                    self.log(self.done, {"running": float(running.sum()), **self._best_so_far()})
                 decided = self.race and self.done % LAP == 0 and _decided(self.states, self._to_beat())
                 if self.done == self.rounds or not running.any() or decided:
                     self.group += 1
@@ -275,6 +287,16 @@ class Members:
                     return
             if self.done >= until:
                 return
+
+    def _best_so_far(self) -> dict[str, float]:
+        """Of the group under way."""
+        best = {}
+        for name in self.job.program.evaluated:
+            seen = self.curves[name][self.groups[self.group]]
+            seen = seen[np.isfinite(seen)]
+            if seen.size:
+                best[name] = float(seen.max() if direction(name) > 0 else seen.min())
+        return best
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All but the clients' states, for a checkpoint."""
@@ -337,6 +359,9 @@ class Members:
         group = self.groups[self.group]
         numbered = self.done + 1 + np.arange(count)
         went_on = numbered[:, None, None] <= np.where(alive, np.asarray(self.states.round), self.done)
+        sent = self.bytes_of[self.done < len(self.job.visits)]
+        for name, each in zip(("bytes_down", "bytes_up"), sent, strict=True):
+            records = {**records, name: np.full((count, 1, 1), each * np.shape(cohorts)[-1])}
         for name, values in records.items():
             if name != "cohort":
                 shape = (len(self.algorithms), len(self.keys), self.rounds)
