@@ -14,7 +14,10 @@ import numpy as np
 from covary.checks import flag
 from covary.checks import path as checked_path
 from covary.data.idx import Official, read_pair
+from covary.data.table import Table, table
 from covary.errors import CovaryError, refused
+
+__all__ = ["Table", "digits", "emnist", "emnist_cut", "fashion_mnist", "heart_disease", "table"]
 
 Labelled = tuple[np.ndarray, np.ndarray]
 EMNIST_CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
