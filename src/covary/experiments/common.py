@@ -139,6 +139,7 @@ def attempt(
     target: float | None,
     log: Log | None = None,
     checkpoint: Path | None = None,
+    measure_loss: bool = False,
 ) -> Sweep:
     """The runs of a cell at some step-sizes, with every seed: a race to the target accuracy if there is one."""
     return sweep(
@@ -153,6 +154,7 @@ def attempt(
         target=None if target is None else ("accuracy", target),
         eval_every=budget.eval_every,
         race=target is not None,
+        measure_loss=measure_loss,
         log=functools.partial(log, str(setting)) if log is not None else None,
         checkpoint=checkpoint,
     )

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,11 +32,23 @@ def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
 def compare(
     todo: Sequence[Setting], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
 ) -> Iterator[tuple[Cell, dict[str, np.ndarray]]]:
-    """Cells with their step-size tuned, and the whole curves of the best step-size: metric -> (seeds, rounds)."""
+    """Cells with their step-size tuned, and the whole curves of the best step-size: metric -> (seeds, rounds).
+
+    What a cell tells is counted on these curves: a large step-size can amplify rounding, so that the same numbers in
+    the company of others do not take the same number of rounds.
+    """
     problems = {similarity: digits_problem(budget.clients, similarity) for similarity in SIMILARITIES}
     for setting in todo:
         problem, place = problems[setting.similarity], setting.place(checkpoint)
         cell = tune(setting, problem, budget, CENTRE, target, log, place)
-        curves = None if place is None else place / "curves"
-        whole = attempt(setting, problem, budget, [cell.eta_l], budget.rounds, None, log, curves)
-        yield cell, {name: curve[0] for name, curve in whole.curves.items()}
+        own = None if place is None else place / "curves"
+        whole = attempt(setting, problem, budget, [cell.eta_l], budget.rounds, None, log, own, measure_loss=True)
+        curves = {name: curve[0] for name, curve in whole.curves.items()}
+        yield replace(cell, **_counted(curves["accuracy"], target)), curves
+
+
+def _counted(accuracy: np.ndarray, target: float) -> dict[str, Any]:
+    """For every seed, the first round that met the target, and the best accuracy."""
+    met = np.float32(accuracy) >= np.float32(target)
+    reached = [int(seed.argmax()) + 1 if seed.any() else None for seed in met]
+    return {"rounds": reached, "accuracy": np.nanmax(accuracy, axis=1).tolist()}

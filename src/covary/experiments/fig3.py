@@ -21,6 +21,7 @@ TITLE = "SGD, FedAvg and SCAFFOLD on simulated quadratics"
 GS = (1.0, 10.0, 100.0)
 KS = (2, 10)
 ROUNDS = 100
+CURVES = len(GS) * (1 + 2 * len(KS))
 ACCURACY = 1e-6  # f below this counts as solved
 
 

@@ -23,6 +23,7 @@ from covary.report.folder import RunFolder
 
 TABLES = {"table3": table3, "table4": table4, "table5": table5}
 EXPERIMENTS = ("fig3", *TABLES)
+TITLES = {"fig3": fig3.TITLE, **{name: table.TITLE for name, table in TABLES.items()}}
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,41 @@ def cells_of(name: str, quick: bool) -> int:
     return len(TABLES[name].settings(quick))
 
 
+def most_rounds(name: str, quick: bool) -> int:
+    """After how many rounds a run of a table gives up."""
+    return (TABLES[name].QUICK if quick else TABLES[name].FULL).rounds
+
+
+def complete(records: list[dict[str, Any]]) -> bool:
+    """Whether nothing is missing: every curve of the figure, or every cell of the table."""
+    header, name = records[0], records[0].get("experiment")
+    if name == "fig3":
+        return len(records) - 1 == fig3.CURVES
+    return sum(record.get("kind") == "cell" for record in records) == cells_of(str(name), header["quick"])
+
+
 def outcome(folder: RunFolder) -> Outcome:
     """What the folder holds, as a table and as claims that hold or not."""
-    header, *records = folder.read()
-    name = header.get("experiment")
+    records = folder.read()
+    name = records[0].get("experiment")
     if name not in EXPERIMENTS:
         raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a folder that covary reproduce made.")
+    if not complete(records):
+        raise CovaryError(
+            f"{folder.path} is not finished. Finish it: covary reproduce {name} --checkpoint {folder.path}"
+        )
+    return outcome_of(records)
+
+
+def outcome_of(records: list[dict[str, Any]]) -> Outcome:
+    """The records of a folder that is complete, as a table and as claims that hold or not."""
+    header, *records = records
+    name = header["experiment"]
     seconds = max(_total(records, "seconds"), _total(records, "wall_seconds"))
     records = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") != "end"]
     if name == "fig3":
         return Outcome(name, header, fig3.rows(records), fig3.claims(records), records, seconds)
     cells = [cell_from(record) for record in records]
-    missing = cells_of(name, header["quick"]) - len(cells)
-    if missing:
-        raise CovaryError(
-            f"{folder.path} lacks {missing} cells. Finish it: covary reproduce {name} --checkpoint {folder.path}"
-        )
     table, limit = TABLES[name], header["budget"]["rounds"]
     return Outcome(name, header, table.rows(cells, limit), table.claims(cells, limit), cells, seconds)
 
@@ -115,7 +135,7 @@ def write_up(result: Outcome, folder: Path) -> list[Path]:
     """The outcome as Markdown, JSON and a plot."""
     from covary.report import paper_plots
 
-    title = fig3.TITLE if result.name == "fig3" else TABLES[result.name].TITLE
+    title = TITLES[result.name]
     picture = folder / f"{result.name}.png"
     paper_plots.draw(result, title, picture)
     page, data = folder / f"{result.name}.md", folder / f"{result.name}.json"

@@ -61,8 +61,8 @@ def diagnosis_panel(d: Diagnosis, title: str) -> Panel:
     return Panel(Group(*parts), title=title, title_align="left", padding=(1, 2))
 
 
-def constants_of(d: Diagnosis) -> list[tuple[str, str, str]]:
-    """Name, value and meaning of every constant."""
+def constants_of(d: Any) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of every constant of a diagnosis, or of what has its fields."""
 
     def told(value: float, se: float) -> str:
         return f"{value:.3g}" + (f" ± {se:.2g}" if se > 0.0005 * abs(value) else "")

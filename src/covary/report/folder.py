@@ -38,6 +38,7 @@ class RunFolder:
         self.results = path / "results.jsonl"
         self.checkpoint = path / "checkpoint"
         self._settings = path / "run.json"
+        self._about = path / "about.json"
         self._made: list[Path] = []  # the folders that were not there before
         self._hold = contextlib.ExitStack()
 
@@ -104,6 +105,31 @@ class RunFolder:
             )
         if self.results.exists():
             self.drop_torn_line()
+
+    def settings(self) -> dict[str, Any]:
+        """What the results are of, as `settle` was told; empty where nobody did."""
+        return self._object(self._settings)
+
+    def about(self) -> dict[str, Any]:
+        """What `describe` was told."""
+        return self._object(self._about)
+
+    def describe(self, **facts: Any) -> None:
+        """Keep what a reader of the results wants to know besides: the machine, the clients, when it ended."""
+        told = {**self.about(), **facts}
+        with self.writing():
+            replace(self._about, json.dumps(plain(told), default=str).encode())
+
+    def _object(self, path: Path) -> dict[str, Any]:
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(content_of(path, 2**24))
+        except (ValueError, RecursionError) as error:
+            raise CovaryError(f"{path} is damaged ({error}). Start anew in another folder.") from None
+        if not isinstance(found, dict):
+            raise CovaryError(f"{path} is not what covary writes. Start anew in another folder.")
+        return found
 
     def close(self) -> None:
         """Let others have the folder; one that was made for nothing, with no result in it, is removed."""

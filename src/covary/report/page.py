@@ -1,0 +1,200 @@
+"""The report page: one HTML file with everything in it, made from run folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covary.durable import replace
+from covary.report.runs import Line, Story, read
+from covary.report.sections import claims, clients, configuration, diagnosis, measured, table, targets
+
+MOST_POINTS = 1500  # of a curve
+KNOWN = {"sgd": 0, "fedavg": 1, "fedprox": 2, "scaffold": 3, "mime": 4, "feddyn": 5, "dane": 6, "vrl_sgd": 7}
+ABOUT = {
+    "accuracy": ("Test accuracy", "The share of test examples that the server's model x gets right."),
+    "loss": ("Training loss", "f(x), the mean of the clients' losses at the server's model."),
+    "drift": ("Client drift", "E_r of the paper: how far the local models y_i move from x within a round, squared."),
+    "control_lag": (
+        "Control lag",
+        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how far controls were behind the gradients that replace them.",
+    ),
+    "control_error": (
+        "‖c − mean c_i‖",
+        "How far the server's control is from the mean of all clients': rounding, and nothing else.",
+    ),
+}
+WORSE_WHEN_LARGE = ("loss", "drift", "control_lag", "control_error")
+
+
+def write_page(folders: Sequence[Path], path: Path, target: float | None = None) -> None:
+    """Write the report of one or several run folders to a file.
+
+    >>> import tempfile
+    >>> from covary.report.folder import RunFolder
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     folder = RunFolder.create("run-sgd", parent)
+    ...     folder.settle({"command": "run", "algorithm": "sgd", "target": None})
+    ...     folder.append({"round": 1, "loss": 2.0, "accuracy": 0.5})
+    ...     write_page([folder.path], folder.path / "report.html")
+    ...     (folder.path / "report.html").read_text().startswith("<!doctype html>")
+    True
+    """
+    replace(path, page(folders, target).encode())
+
+
+def page(folders: Sequence[Path], target: float | None = None, version: str | None = None) -> str:
+    """The report of one or several run folders; with a `version`, it asks its server for newer ones."""
+    stories = [story for folder in folders for story in read(folder)]
+    lines = _told_apart(stories)
+    goal = _goal(stories, lines, target)
+    sections = [
+        ("targets", "Rounds to the target", targets(lines, goal)),
+        ("results", "Results", "".join(table(grid) for story in stories for grid in story.tables)),
+        ("claims", "The paper's claims", claims([claim for story in stories for claim in story.claims])),
+        ("diagnosis", "Diagnosis", "".join(diagnosis(s.diagnosis) for s in stories if s.diagnosis)),
+        ("curves", "Curves", _file("plots.html") if lines else ""),
+        ("clients", "Clients", "".join(clients(shown) for shown in _once(stories))),
+        ("configuration", "Configuration", "".join(map(configuration, stories))),
+    ]
+    sections = [(anchor, heading, content) for anchor, heading, content in sections if content]
+    data = {"version": version, "log_x": False, "metrics": _metrics(lines, goal), "panels": _panels(lines)}
+    title = stories[0].title if len(stories) == 1 else f"{len(stories)} runs"
+    parts = {
+        "title": escape(title),
+        "lead": escape(_lead(stories)),
+        "contents": "".join(f'<li><a href="#{anchor}">{heading}</a></li>' for anchor, heading, _ in sections),
+        "body": "\n".join(
+            f'<section id="{anchor}" aria-labelledby="{anchor}-heading">'
+            f'<h2 id="{anchor}-heading">{heading}</h2>{content}</section>'
+            for anchor, heading, content in sections
+        ),
+        "footer": "Made by covary. SCAFFOLD: Karimireddy et al., ICML 2020. Nothing on this page is loaded from "
+        "elsewhere.",
+        "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        "style": _file("page.css"),
+        "script": _file("page.js"),
+    }
+    html = _file("page.html")
+    first, *rest = html.split("{{")
+    return first + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
+
+
+def _file(name: str) -> str:
+    return (files("covary.report") / "web" / name).read_text(encoding="utf-8")
+
+
+def _told_apart(stories: Sequence[Story]) -> list[Line]:
+    """All lines, those of one panel under names of their own: by what differs, or by the folder."""
+    everyone = [(story, line) for story in stories for line in story.lines if line.metrics]
+    named = []
+    for story, line in everyone:
+        name = line.name
+        rivals = [(s, other) for s, other in everyone if (other.panel, other.name) == (line.panel, name)]
+        if len(rivals) > 1:
+            apart = [key for key in line.facts if len({str(o.facts.get(key)) for _, o in rivals}) > 1]
+            marks = [f"{key} = {line.facts[key]}" for key in apart if key not in ("algorithm", "command")]
+            name = f"{name}, {', '.join(marks)}" if marks else name
+            same = [s for s, o in rivals if all(o.facts.get(key) == line.facts.get(key) for key in apart)]
+            name = f"{name} ({story.name})" if len(same) > 1 else name
+        named.append(Line(name, line.panel, line.columns, line.facts))
+    return named
+
+
+def _goal(stories: Sequence[Story], lines: Sequence[Line], target: float | None) -> tuple[str, float] | None:
+    """What rounds are counted to: as asked, as the runs were told, or the best accuracy that all of them reach."""
+    if target is not None:
+        return ("accuracy", target)
+    goals = {story.target for story in stories if story.target is not None}
+    if len(goals) == 1:
+        return goals.pop()
+    reached = [np.nanmax(line.columns["accuracy"]) for line in lines if measured(line, "accuracy")]
+    return ("accuracy", math.floor(100 * min(reached)) / 100) if reached else None
+
+
+def _once(stories: Sequence[Story]) -> list[dict[str, Any]]:
+    """The clients of all stories, each data set once."""
+    return list({json.dumps(shown): shown for story in stories for shown in story.clients}.values())
+
+
+def _lead(stories: Sequence[Story]) -> str:
+    if len(stories) > 1:
+        return "; ".join(story.title for story in stories)
+    (story,) = stories
+    state = f"Ended {story.ended}" if story.ended else "Not finished: what is known so far"
+    return f"{state}. {story.facts.get('device', '')}".strip()
+
+
+def _metrics(lines: Sequence[Line], goal: tuple[str, float] | None) -> list[dict[str, Any]]:
+    """The curves to draw: known ones first, a user's own metrics among them as they come."""
+    seen = [name for line in lines for name in line.metrics if measured(line, name)]
+    own = [name for name in dict.fromkeys(seen) if name not in ABOUT]
+    names = [name for name in ("accuracy", *own, *list(ABOUT)[1:]) if name in seen]
+    return [
+        {
+            "key": name,
+            "title": ABOUT.get(name, (name, ""))[0],
+            "about": ABOUT.get(name, ("", ""))[1],
+            "log": name in WORSE_WHEN_LARGE,
+            "target": goal[1] if goal is not None and goal[0] == name else None,
+        }
+        for name in names
+    ]
+
+
+def _panels(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    headings, styles = list(dict.fromkeys(line.panel for line in lines)), _styles(lines)
+    return [
+        {
+            "heading": heading if len(headings) > 1 else "",
+            "lines": [
+                {"name": line.name, **styles[line.name], **_curves(line)} for line in lines if line.panel == heading
+            ],
+        }
+        for heading in headings
+    ]
+
+
+def _styles(lines: Sequence[Line]) -> dict[str, dict[str, int]]:
+    """A colour for each name, an algorithm's own where it is one's name, and dashes once the colours are used up."""
+    names, styles, used = list(dict.fromkeys(line.name for line in lines)), {}, 0
+    for name in names:
+        if name in KNOWN:
+            styles[name] = {"style": KNOWN[name], "dash": int(name == "sgd")}
+        else:
+            styles[name] = {"style": (3 + 5 * used) % 8, "dash": used // 8 % 4}
+            used += 1
+    return styles
+
+
+def _curves(line: Line) -> dict[str, Any]:
+    """Points for the page: at most so many, and no more digits than can be seen."""
+    rounds = max(values.shape[1] for values in line.columns.values())
+    at = np.unique(np.linspace(0, rounds - 1, min(rounds, MOST_POINTS)).round().astype(int))
+    values = {}
+    for name in line.metrics:
+        if measured(line, name):
+            own = line.columns[name]
+            seen = np.isfinite(own).any(axis=0)
+            mean, low, high = (np.full(own.shape[1], np.nan) for _ in range(3))
+            mean[seen], low[seen], high[seen] = (f(own[:, seen], axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
+            values[name] = {"mean": _short(mean[at])}
+            if len(own) > 1:
+                values[name] |= {"low": _short(low[at]), "high": _short(high[at])}
+    sent = line.sent
+    return {
+        "round": (at + 1).tolist(),
+        "sent": _short(sent[at] if len(sent) == rounds else np.full(len(at), np.nan)),
+        "values": values,
+    }
+
+
+def _short(values: np.ndarray) -> list[float | None]:
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]

@@ -1,0 +1,248 @@
+"""What run folders tell, in one form for all commands: curves, tables, clients, a diagnosis, how to run it again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covary.errors import CovaryError
+from covary.job import direction
+from covary.report.folder import RunFolder
+
+Cell = str | tuple[str, float | None]  # a text, and the number to sort by where there is one
+Row = list[Cell]
+HIDDEN = ("round", "cohort", "bytes_up", "bytes_down")  # columns of a history that are no curve
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of each column, by round, for every seed."""
+
+    name: str
+    panel: str  # lines of one panel can be compared: they are of the same problem
+    columns: dict[str, np.ndarray]  # (seeds, rounds), NaN where not measured
+    facts: dict[str, Any] = field(default_factory=dict)  # what tells it from others
+
+    @property
+    def metrics(self) -> list[str]:
+        return [name for name in self.columns if name not in HIDDEN]
+
+    @property
+    def sent(self) -> np.ndarray:
+        """Bytes up and down so far, after each round; the mean over the seeds."""
+        each = sum((self.columns[name] for name in ("bytes_up", "bytes_down") if name in self.columns), np.zeros(1))
+        return np.cumsum(np.nanmean(np.atleast_2d(each), axis=0))
+
+    def rounds_to(self, metric: str, value: float) -> list[int | None]:
+        """For each seed, the first round that met the value."""
+        if metric not in self.columns:
+            return [None]
+        met = direction(metric) * (np.float32(self.columns[metric]) - np.float32(value)) >= 0  # as it was measured
+        return [int(np.argmax(seed)) + 1 if seed.any() else None for seed in met]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table."""
+
+    title: str
+    header: list[str]
+    rows: list[Row]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Story:
+    """What one folder tells."""
+
+    name: str
+    title: str
+    command: str
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    ended: str | None
+    lines: list[Line] = field(default_factory=list)
+    target: tuple[str, float] | None = None
+    clients: list[dict[str, Any]] = field(default_factory=list)  # label counts, as `clients_of` tells them
+    tables: list[Grid] = field(default_factory=list)
+    claims: list[Any] = field(default_factory=list)
+    diagnosis: dict[str, Any] | None = None
+
+
+def read(path: Path) -> list[Story]:
+    """The stories of a folder: one, or those of its parts where a command made several.
+
+    >>> read(Path("no-such-folder"))
+    Traceback (most recent call last):
+    covary.errors.CovaryError: no-such-folder is not a run folder: it has no results.jsonl. Pass a folder that covary
+    made, such as one under runs/.
+    """
+    parts = [] if (path / "results.jsonl").is_file() else sorted(path.glob("*/results.jsonl"))
+    if (path / "about.json").is_file() and parts:
+        return [story for part in parts for story in read(part.parent)]
+    folder = RunFolder(path)
+    about, settings = folder.about(), folder.settings()
+    if not folder.results.is_file() and not about:
+        raise CovaryError(
+            f"{path} is not a run folder: it has no results.jsonl. Pass a folder that covary made, such as one under "
+            "runs/."
+        )
+    records = folder.read() if folder.results.is_file() and folder.results.stat().st_size else []
+    command = settings.get("command") or (records[0].get("kind") if records else "")
+    tell = TELLERS.get(str(command))
+    if tell is None:
+        known = ", ".join(TELLERS)
+        raise CovaryError(f"{path} is of `covary {command}`, which has no report. Pass a folder of {known}.")
+    try:
+        told = tell(records, about, settings)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CovaryError):
+            raise
+        raise CovaryError(f"{path} is not what covary writes ({error!r}). Run the command again.") from None
+    facts = {name: about[name] for name in ("started", "covary", "jax", "device") if name in about}
+    return [
+        Story(
+            name=path.resolve().name,
+            command=str(about.get("command", "")),
+            settings=settings,
+            facts=facts,
+            ended=about.get("ended"),
+            clients=list(about.get("clients", [])),
+            **told,
+        )
+    ]
+
+
+def of_run(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    algorithm, problem = str(about.get("algorithm", settings["algorithm"])), str(about.get("problem", "digits"))
+    columns = {name: _numbers([[r.get(name) for r in records]]) for name in (records[0] if records else {})}
+    goal = settings.get("target")
+    return {
+        "title": f"{settings['algorithm']} on {problem}",
+        "lines": [Line(str(settings["algorithm"]), problem, columns, {"algorithm": algorithm, **settings})],
+        "target": None if goal is None else ("accuracy", float(goal)),
+    }
+
+
+def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    problem, lines = str(about.get("problem", "digits")), {}
+    for row in records:
+        point = ", ".join(f"{name} = {row[name]:g}" for name in about["grid"])
+        lines.setdefault(point, []).append(row["curves"])
+    goal = settings.get("target")
+    return {
+        "title": f"{settings['algorithm']} on {problem}: {len(records)} runs",
+        "lines": [
+            Line(f"{settings['algorithm']}, {point}", problem, _stacked(seeds), {"point": point})
+            for point, seeds in lines.items()
+        ],
+        "target": None if goal is None else ("accuracy", float(goal)),
+    }
+
+
+def of_compare(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    lines = []
+    for record in records[1:]:
+        setting = record["setting"]
+        panel = f"{100 * setting['similarity']:g} % similarity"
+        columns = {name: _numbers(curves) for name, curves in record["curves"].items()}
+        lines.append(Line(str(setting["algorithm"]), panel, columns, {"eta_l": record["eta_l"]}))
+    return {
+        "title": "Four algorithms on digits",
+        "lines": lines,
+        "target": ("accuracy", float(settings["target"])),
+    }
+
+
+def of_reproduce(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    from covary.experiments.reproduce import TITLES, complete, outcome_of
+
+    name, lines, tables, claims = str(settings["experiment"]), [], [], []
+    if records and complete(records):
+        result = outcome_of(records)
+        note = f"{result.seconds:.0f} s on {result.header['device']}, compilation included."
+        rows: list[Row] = [[(cell, _leading_number(cell)) for cell in row] for row in result.table[1]]
+        tables, claims = [Grid(result.header["data"], result.table[0], rows, note)], result.claims
+    if name == "fig3":
+        for curve in records[1:]:
+            kind = curve["algorithm"] if curve["algorithm"] == "sgd" else f"{curve['algorithm']}, K = {curve['K']}"
+            lines.append(Line(kind, f"G = {curve['G']:g}", {"loss": _numbers([curve["f"]])}))
+    elif records:
+        tables.append(_cells([record for record in records[1:] if record.get("kind") == "cell"]))
+    return {"title": TITLES[name], "lines": lines, "tables": tables, "claims": claims}
+
+
+def _cells(records: list[dict[str, Any]]) -> Grid:
+    """Every cell of a table, with the step-size that was chosen."""
+    from covary.experiments.folder import cell_from
+
+    rows: list[Row] = []
+    for record in records:
+        cell = cell_from(record)
+        rounds = cell.mean_rounds if math.isfinite(cell.mean_rounds) else None
+        rows.append(
+            [
+                str(cell.setting),
+                (f"{cell.eta_l:g}", cell.eta_l),
+                ("not reached" if rounds is None else f"{rounds:.1f}", rounds),
+                (f"{cell.mean_accuracy:.4f}", cell.mean_accuracy),
+                (f"{cell.seconds:.1f}", cell.seconds),
+            ]
+        )
+    header = ["cell", "eta_l", "rounds to the target", "best test accuracy", "seconds"]
+    return Grid("Every cell, with the step-size that was chosen", header, rows)
+
+
+def of_diagnose(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    return {"title": f"Diagnosis of {records[0]['title']}", "diagnosis": records[0]}
+
+
+Teller = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
+TELLERS: dict[str, Teller] = {
+    "run": of_run,
+    "sweep": of_sweep,
+    "compare": of_compare,
+    "reproduce": of_reproduce,
+    "diagnose": of_diagnose,
+}
+
+
+def clients_of(data: Any, title: str, most: int = 100) -> dict[str, Any]:
+    """The label histograms of a federated data set's first clients, for `RunFolder.describe`.
+
+    >>> import numpy as np, covary as cv
+    >>> data = cv.partition.by_similarity(np.zeros((6, 1)), np.array([2, 0, 1, 2, 1, 0]), n_clients=3, similarity=0.0)
+    >>> clients_of(data, "three clients")["counts"]
+    [[2, 0, 0], [0, 2, 0], [0, 0, 2]]
+    """
+    counts = np.asarray(data.label_counts())
+    return {"title": title, "clients": len(counts), "examples": int(counts.sum()), "counts": counts[:most].tolist()}
+
+
+def _numbers(rows: Sequence[Sequence[Any]]) -> np.ndarray:
+    """Rows of numbers, where null was not measured."""
+    return np.array([[math.nan if value is None else float(value) for value in row] for row in rows], float)
+
+
+def _stacked(seeds: list[dict[str, list[Any]]]) -> dict[str, np.ndarray]:
+    """The curves of several seeds, those that ended earlier lengthened by NaN."""
+    longest = max(len(curve) for curves in seeds for curve in curves.values())
+    padded = {
+        name: [[*curves.get(name, []), *[None] * (longest - len(curves.get(name, [])))] for curves in seeds]
+        for name in seeds[0]
+    }
+    return {name: _numbers(rows) for name, rows in padded.items()}
+
+
+def _leading_number(text: str) -> float | None:
+    digits = text.split()[0].rstrip("+×%").replace(",", "").replace("k", "000") if text.split() else ""
+    try:
+        return float(json.loads(digits))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,189 @@
+"""The sections of the report page, as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from covary.job import direction
+from covary.report.diagnosis import constants_of
+from covary.report.runs import Cell, Grid, Line, Row, Story
+
+
+def measured(line: Line, metric: str) -> bool:
+    return metric in line.columns and bool(np.isfinite(line.columns[metric]).any())
+
+
+def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
+    """One row a line: rounds and bytes to the target, and the speed-up over SGD, or over the slowest that got there."""
+    lines = [line for line in lines if goal is not None and measured(line, goal[0])]
+    if goal is None or not lines:
+        return ""
+    metric, value = goal
+    rounds = {id(line): _mean(line.rounds_to(metric, value)) for line in lines}
+    several, best_is = len({line.panel for line in lines}) > 1, max if direction(metric) > 0 else min
+    step_sizes = all("eta_l" in line.facts for line in lines)
+    rows: list[Row] = []
+    marked, over = set(), set()
+    for line in lines:
+        rivals = [other for other in lines if other.panel == line.panel]
+        base = next((r for r in rivals if r.name == "sgd"), None) or max(rivals, key=lambda r: _finite(rounds[id(r)]))
+        over.add(base.name)
+        mine, theirs, seen = rounds[id(line)], rounds[id(base)], line.rounds_to(metric, value)
+        if mine is not None and mine == min(_finite(rounds[id(r)]) for r in rivals):
+            marked.add(len(rows))
+        hit = [r for r in seen if r is not None]
+        spread = f" ({min(hit)} to {max(hit)})" if len(hit) > 1 and mine is not None else ""
+        ratio = theirs / mine if mine and theirs else None
+        sent = float(line.sent[min(int(mine) - 1, len(line.sent) - 1)]) if mine is not None else None
+        extreme = float(best_is(line.columns[metric][np.isfinite(line.columns[metric])]))
+        row: Row = [line.panel] if several else []
+        row += [line.name, *([(f"{line.facts['eta_l']:g}", line.facts["eta_l"])] if step_sizes else [])]
+        row += [
+            (f"{mine:.0f}{spread}" if mine is not None else f"not in {line.columns[metric].shape[1]}", mine),
+            ("" if ratio is None else f"{ratio:.1f}×", ratio),
+            ("" if not sent else _bytes(sent), sent),
+            (f"{extreme:.4g}", extreme),
+        ]
+        rows.append(row)
+    header = [*(["problem"] if several else []), "line", *(["eta_l"] if step_sizes else [])]
+    base = f"over {over.pop()}" if len(over) == 1 else "over the slowest"
+    header += ["rounds", f"speed-up {base}", "bytes sent by then", f"best {metric}"]
+    seeds = max(len(line.columns[metric]) for line in lines)
+    note = f"Means over {seeds} seeds, with the least and the greatest. " if seeds > 1 else ""
+    grid = Grid(
+        f"Rounds to {metric} {value:g}", header, rows, note + "The fewest rounds of each problem are set in bold."
+    )
+    return table(grid, marked)
+
+
+def _mean(rounds: Sequence[int | None]) -> float | None:
+    known = [r for r in rounds if r is not None]
+    return float(np.mean(known)) if len(known) == len(rounds) else None
+
+
+def _finite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def table(grid: Grid, marked: set[int] | frozenset[int] = frozenset()) -> str:
+    """A table that sorts by the column whose heading is pressed."""
+    numeric = [
+        bool(grid.rows) and all(isinstance(row[at], tuple) for row in grid.rows) for at in range(len(grid.header))
+    ]
+    head = "".join(
+        f'<th scope="col"{" class=number" if number else ""}><button type="button">{escape(name)}</button></th>'
+        for name, number in zip(grid.header, numeric, strict=True)
+    )
+    body = "".join(
+        f"<tr{' class=best' if at in marked else ''}>{''.join(map(_cell, row, numeric))}</tr>"
+        for at, row in enumerate(grid.rows)
+    )
+    note = f'<p class="note">{escape(grid.note)}</p>' if grid.note else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.title)}"><table class="sortable">'
+        f"<caption>{escape(grid.title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
+    )
+
+
+def _cell(cell: Cell, numeric: bool) -> str:
+    if isinstance(cell, str):
+        return f"<td{' class=wide' if len(cell) > 40 else ''}>{escape(cell)}</td>"
+    text, value = cell
+    shown = escape(text).replace("\n", "<br>")
+    value = "" if value is None or not math.isfinite(value) else value
+    return f'<td{" class=number" if numeric else ""} data-value="{value}">{shown}</td>'
+
+
+def claims(claims: Sequence[Any]) -> str:
+    if not claims:
+        return ""
+    kinds = {True: "holds", False: "fails", None: "open"}
+    items = "".join(
+        f'<li><span class="{kinds[claim.holds]}">{claim.verdict}</span>: {escape(claim.text)} '
+        f'<span class="note">({escape(claim.evidence)})</span></li>'
+        for claim in claims
+    )
+    return f"<ul>{items}</ul>"
+
+
+def diagnosis(found: dict[str, Any]) -> str:
+    """The verdict, the advice with its reasons, the constants, the trial, and what to beware of."""
+    advice = "".join(
+        f'<tr><th scope="row">{name}</th><td>{escape(str(found[name]))}</td>'
+        f"<td>{escape(str(found['reasons'].get(name, '')))}</td></tr>"
+        for name in ("algorithm", "K", "eta_l", "eta_g")
+    )
+    known = {name: math.nan if value is None else value for name, value in found.items()}
+    known |= {"useful_local_steps": math.inf if found["useful_local_steps"] is None else found["useful_local_steps"]}
+    told = constants_of(SimpleNamespace(**known))
+    constants: list[Row] = [[name, value, meaning] for name, value, meaning in told]
+    trial: list[Row] = []
+    for name, rounds in found["measured"].items():
+        scaled = found["predicted"].get(name)
+        seen: Cell = ("not reached", None) if rounds is None else (f"{rounds:.3g}", float(rounds))
+        trial.append([name, seen, ("", None) if scaled is None else (f"{scaled:.3g}", float(scaled))])
+    beware = "".join(f"<li>{escape(text)}</li>" for text in found.get("warnings", []))
+    return (
+        f'<h3>{escape(found["title"])}</h3><p class="verdict">{escape(found["reasons"]["scaffold"])}</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Advice"><table><caption>Use</caption>'
+        f"<tbody>{advice}</tbody></table></div>"
+        + table(Grid("Measured", ["constant", "value", "what it is"], constants))
+        + table(Grid(f"Rounds to {found['goal']}", ["algorithm", "in the trial", "by Table 1, scaled"], trial))
+        + (f"<h3>Beware</h3><ul>{beware}</ul>" if beware else "")
+    )
+
+
+def clients(shown: dict[str, Any]) -> str:
+    """A small histogram of labels for every client."""
+    counts, names, labels = shown["counts"], shown.get("names"), shown.get("labels")
+    highest = max(max(row) for row in counts) or 1
+    wide = len(counts[0])
+    figures = []
+    for client, row in enumerate(counts):
+        name = str(names[client]) if names else f"client {client}"
+        told = ", ".join(f"{labels[k] if labels else k}: {n:,}" for k, n in enumerate(row) if n)
+        bars = "".join(
+            f'<rect x="{k + 0.1:g}" y="{1 - n / highest:.4f}" width="0.8" height="{n / highest:.4f}"/>'
+            for k, n in enumerate(row)
+            if n
+        )
+        figures.append(
+            f'<figure><svg viewBox="0 0 {wide} 1" preserveAspectRatio="none" role="img" '
+            f'aria-label="{escape(name)}, {sum(row):,} examples by label: {escape(told)}">'
+            f"<title>{escape(told)}</title>{bars}</svg>"
+            f"<figcaption>{escape(name)} <small>{sum(row):,}</small></figcaption></figure>"
+        )
+    more = f" The first {len(counts)} are shown." if shown["clients"] > len(counts) else ""
+    about = f"{shown['clients']:,} clients, {shown['examples']:,} examples; one bar for each of {wide} labels.{more}"
+    return (
+        f'<h3>{escape(shown["title"])}</h3><p class="note">{escape(about)}</p>'
+        f'<div class="clients">{"".join(figures)}</div>'
+    )
+
+
+def configuration(story: Story) -> str:
+    rows = {**story.facts, **({"ended": story.ended} if story.ended else {}), **story.settings}
+    body = "".join(
+        f'<tr><th scope="row">{escape(str(name))}</th><td>{escape(str(value))}</td></tr>'
+        for name, value in rows.items()
+        if value is not None and name != "command"
+    )
+    again = f'<div><pre>{escape(story.command)}</pre><button type="button" class="copy">Copy the command</button></div>'
+    return (
+        f"<h3>{escape(story.name)}</h3>"
+        + (f"<p>To run it again:</p>{again}" if story.command else "")
+        + f"<details><summary>All settings</summary><table><tbody>{body}</tbody></table></details>"
+    )
