@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
+import warnings
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from covary import __version__
-from covary.cli import bench, compare, data, deploy, diagnose, reproduce, train
+from covary.cli import bench, compare, data, deploy, diagnose, report, reproduce, train
 from covary.errors import CovaryError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -18,6 +21,7 @@ app.command()(train.run)
 app.command()(train.sweep)
 app.command()(diagnose.diagnose)
 app.command()(reproduce.reproduce)
+app.command()(report.report)
 app.command()(bench.bench)
 app.command()(deploy.new_app)
 app.command()(deploy.audit)
@@ -40,7 +44,13 @@ def covary(
 
 
 def main() -> None:
-    """Entry point: covary's own refusals are one line on the terminal and exit code 2, never a traceback."""
+    """Entry point: covary's own refusals are one line on the terminal and exit code 2, never a traceback.
+
+    Warnings and log lines of libraries are for programmers: they are shown only where Python was asked for them.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        logging.getLogger("jax").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: save, and say how to go on
     try:
         app()

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from covary.cli.common import Out, bar, console
+from covary.cli.common import Json, Out, Quiet
+from covary.cli.terminal import Terminal
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
@@ -23,6 +24,8 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
     peers: Annotated[bool, typer.Option(help="Also time other simulators that are installed.")] = True,
     out: Out = Path("runs"),
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Time the paper's round in covary, in PyTorch and in other simulators that are installed, side by side.
 
@@ -33,6 +36,7 @@ def bench(
     from covary.bench import measure
     from covary.report.speed import save_speed
 
+    terminal = Terminal(as_json, quiet)
     chosen = parts or ["rounds", "sweep"]
     for part in chosen:
         if part not in PARTS:
@@ -40,28 +44,28 @@ def bench(
     folder = RunFolder.create("bench", out)
     folder.append({"kind": "header", "quick": quick, "parts": chosen, **measure.machine()})
     records: list[dict[str, Any]] = []
-    with bar("parts") as progress:
-        task = progress.add_task("", total=len(chosen))
-        for part in chosen:
+    with terminal.progress("parts", len(chosen)) as progress:
+        for number, part in enumerate(chosen, start=1):
 
             def say(text: str) -> None:
-                progress.update(task, description=text)
+                progress.update(what=text)
 
             extra = {"with_peers": peers} if part == "rounds" else {}
             for record in getattr(measure, part)(quick=quick, say=say, **extra):
                 folder.append(record)
                 records.append(record)
-            progress.advance(task)
-    _show(records)
+            progress.update(number)
+    _show(terminal, records)
     picture = folder.path / "speed.png"
     save_speed(picture, records)
     if picture.is_file():
-        console.print(f"Plot: {picture}", soft_wrap=True)
-    console.print(f"Raw results: {folder.results}", soft_wrap=True)
-    console.print(f"[dim]{json.dumps(measure.machine())}[/dim]", soft_wrap=True)
+        terminal.written("Picture", picture)
+    terminal.written("Raw results", folder.results)
+    terminal.show(json.dumps(measure.machine()), style="dim", markup=False)
+    terminal.answer({"machine": measure.machine(), "records": records, "folder": str(folder.path)})
 
 
-def _show(records: list[dict[str, Any]]) -> None:
+def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:
     from covary.report.tables import plain_table
 
     rounds = [r for r in records if r["what"] == "round"]
@@ -74,20 +78,20 @@ def _show(records: list[dict[str, Any]]) -> None:
             else [r["who"], r["why"], ""]
             for r in rows
         ]
-        console.print(plain_table(f"One round of {workload}", ["", "ms", "× covary"], body))
+        terminal.show(plain_table(f"One round of {workload}", ["", "ms", "× covary"], body))
     for r in records:
         if r["what"] == "sweep":
             ratio = r["seconds"] / r["one"]
-            console.print(f"Sweep of {r['members']}: {1000 * r['seconds']:.1f} ms a round, {ratio:.1f} × one run.")
+            terminal.show(f"Sweep of {r['members']}: {1000 * r['seconds']:.1f} ms a round, {ratio:.1f} × one run.")
         elif r["what"] == "first":
-            console.print(
+            terminal.show(
                 f"Cache {r['cache']}: covary compare shows finished rounds after {r['compare']:.1f} s; W1 compiles and "
                 f"sets up in {r['w1']['compilation_and_setup']:.1f} s."
             )
         elif r["what"] == "clients":
             held = f"{r['resident_bytes'] / 1e9:.2f} GB resident"
-            console.print(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms a round of {r['S']} clients, {held}.")
+            terminal.show(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms a round of {r['S']} clients, {held}.")
         elif r["what"] == "deploy":
-            console.print(f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes up a deployed round.")
+            terminal.show(f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes up a deployed round.")
         elif r["what"] == "linear":
-            console.print(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms a round.")
+            terminal.show(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms a round.")

@@ -1,25 +1,22 @@
-"""What the commands share: the console, progress bars, and options that mean the same everywhere."""
+"""What the commands share: options that mean the same everywhere, and the run folder around each."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import shlex
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from covary import algorithms
 from covary.algorithm import Algorithm
-from covary.checkpoint import CheckpointWarning
-from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.cli.terminal import Terminal, open_in_browser
+from covary.errors import CovaryError, refused
 from covary.report.folder import RunFolder
 
-console = Console(highlight=False)
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "sgd": algorithms.sgd,
     "fedavg": algorithms.fedavg,
@@ -31,11 +28,17 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "mime": algorithms.mime,
 }
 
-Name = Annotated[str, typer.Argument(help="One of: " + ", ".join(ALGORITHMS) + ".")]
+
+def algorithm_names() -> list[str]:
+    return list(ALGORITHMS)
+
+
+Name = Annotated[str, typer.Argument(help="One of: " + ", ".join(ALGORITHMS) + ".", autocompletion=algorithm_names)]
 Rounds = Annotated[int, typer.Option(help="Communication rounds.")]
-Clients = Annotated[int, typer.Option(help="Number of clients N.")]
-Similarity = Annotated[float, typer.Option(help="I.i.d. share of each client's data, 0 to 1.")]
-PerRound = Annotated[float, typer.Option(help="Clients a round: a number, or a fraction in (0, 1).")]
+PerRound = Annotated[
+    float | None,
+    typer.Option(help="Clients a round: a number, a fraction, or 0 for all. \\[default: 0.2; of hospitals, all]"),
+]
 Steps = Annotated[int | None, typer.Option(help="Steps K of each client.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the local data instead. \\[default: 5]")]
 Batch = Annotated[float, typer.Option(help="Examples a batch, a fraction in (0, 1), or 0 for all.")]
@@ -47,21 +50,32 @@ Out = Annotated[Path, typer.Option(help="Where to make the run folder.")]
 Checkpoint = Annotated[Path | None, typer.Option(help="This run folder instead; the same command goes on with it.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Refuse to begin anew: --checkpoint must hold a run.")]
 Every = Annotated[int, typer.Option(help="Rounds between two checkpoints.")]
-NOT_OF_THE_RUN = ("checkpoint", "resume", "checkpoint_every", "out", "data")  # options that may change when it goes on
-
-
-def bar(unit: str, quiet: bool = False) -> Progress:
-    """A progress bar that goes away when the work is done."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=quiet)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and JSON if asked for.")]
+Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser when it is done.")]
+# Options that may change when a run goes on:
+NOT_OF_THE_RUN = (
+    "checkpoint",
+    "resume",
+    "checkpoint_every",
+    "out",
+    "data",
+    "root",
+    "as_json",
+    "quiet",
+    "show",
+    "track",
+)
+REPORT = "report.html"
 
 
 @contextlib.contextmanager
 def run_folder(
-    context: typer.Context, name: str, out: Path, checkpoint: Path | None, resume: bool
+    context: typer.Context, terminal: Terminal, name: str, out: Path, checkpoint: Path | None, resume: bool, show: bool
 ) -> Iterator[RunFolder]:
-    """The folder of a command's results and checkpoints: a new one, or the one given, which may hold a run to go on
-    with. When the command is stopped, the user is told how to go on; when it is refused, nothing is left behind."""
+    """The folder of a command's results, checkpoints and report: a new one, or the one given, which may hold a run to
+    go on with. When the command is stopped, the user is told how to go on; when it is refused, nothing is left behind.
+    """
     if resume and checkpoint is None:
         raise CovaryError("--resume needs --checkpoint DIR: the folder of the run to go on with.")
     if resume and checkpoint is not None and not RunFolder(checkpoint).begun:
@@ -69,16 +83,51 @@ def run_folder(
     folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
     try:
         folder.settle(settings_of(context))
-        with _warnings_shown():
+        describe(folder, context)
+        with terminal.warned():
             yield folder
+        report(folder, terminal, show)
     except KeyboardInterrupt:
-        told = "Nothing was done yet."
         if folder.begun:
-            told = f"Saved in {folder.path}. To go on:\n{_command(context, folder.path)}"
-        console.print(f"\nStopped. {told}", soft_wrap=True, markup=False)
+            goes_on = f"{command_of(context)} --checkpoint {shlex.quote(str(folder.path))} --resume"
+            terminal.say(f"Stopped. Saved in {folder.path}. To go on:\n{goes_on}")
+        else:
+            terminal.say("Stopped. Nothing was done yet.")
         raise typer.Exit(130) from None
     finally:
         folder.close()
+
+
+def describe(folder: RunFolder, context: typer.Context) -> None:
+    """Keep what the report tells of how and where a command ran."""
+    from covary.experiments.reproduce import machine
+
+    here = machine()
+    versions = {name: here["versions"][name] for name in ("covary", "jax")}
+    begun = folder.about().get("started", _now())
+    folder.describe(command=command_of(context), started=begun, ended=None, device=here["device"], **versions)
+
+
+def ended(folder: RunFolder) -> None:
+    """The work in a folder is done."""
+    folder.describe(ended=_now())
+
+
+def report(folder: RunFolder, terminal: Terminal, show: bool) -> None:
+    """Write the page of a folder whose work is done, and say where it is."""
+    from covary.report.page import write_page
+
+    ended(folder)
+    with folder.writing():
+        write_page([folder.path], folder.path / REPORT)
+    terminal.written("Report", folder.path / REPORT)
+    if show:
+        open_in_browser(folder.path / REPORT)
+
+
+def places(folder: RunFolder) -> dict[str, str]:
+    """Where a program finds what was written."""
+    return {"folder": str(folder.path), "report": str(folder.path / REPORT)}
 
 
 def settings_of(context: typer.Context) -> dict[str, Any]:
@@ -87,35 +136,24 @@ def settings_of(context: typer.Context) -> dict[str, Any]:
     return {"command": context.info_name, **given}
 
 
-@contextlib.contextmanager
-def _warnings_shown() -> Iterator[None]:
-    """Warnings of covary's own as lines for the user, not as a programmer's."""
-    usual = warnings.showwarning
-
-    def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
-        if issubclass(category, DivergenceWarning | CheckpointWarning):
-            console.print(str(message), style="yellow", markup=False, soft_wrap=True)
-        else:
-            usual(message, category, *rest, **more)
-
-    with warnings.catch_warnings():
-        for category in (DivergenceWarning, CheckpointWarning):
-            warnings.simplefilter("always", category)
-        warnings.showwarning = show
-        yield
-
-
-def _command(context: typer.Context, folder: Path) -> str:
-    """The command that goes on with a folder: the options that were given, and where."""
+def command_of(context: typer.Context) -> str:
+    """The command as it was given, but for where its results go."""
     words = ["covary", str(context.info_name)]
     for parameter in context.command.params:
         name, source = str(parameter.name), context.get_parameter_source(str(parameter.name))
         value = context.params.get(name)
-        if name in ("checkpoint", "resume", "out") or value is None or source is None or source.name == "DEFAULT":
+        skipped = ("checkpoint", "resume", "out", "as_json", "quiet", "show")
+        if name in skipped or value in (None, []) or source is None or source.name == "DEFAULT":
             continue
-        option = [] if parameter.param_type_name == "argument" else [parameter.opts[-1]]
-        words += option if value is True else [*option, str(value)]
-    return shlex.join([*words, "--checkpoint", str(folder), "--resume"])
+        option = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            flag = option if each else parameter.secondary_opts[:1]
+            words += flag if isinstance(each, bool) else [*option, str(each)]
+    return shlex.join(words)
+
+
+def _now() -> str:
+    return f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def factory_of(name: str) -> Callable[..., Algorithm]:
@@ -125,19 +163,22 @@ def factory_of(name: str) -> Callable[..., Algorithm]:
 
 
 def training(
-    clients_per_round: float,
+    clients_per_round: float | None,
     local_steps: int | None,
     local_epochs: int | None,
     batch_size: float,
     warm_start: bool,
     weights: str,
     target: float | None,
+    natural: bool = False,
 ) -> dict[str, Any]:
     """The options of a training run, as `simulate` and `sweep` take them."""
+    if clients_per_round is None:
+        clients_per_round = 0.0 if natural else 0.2
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
     return {
-        "clients_per_round": number_or_fraction(clients_per_round),
+        "clients_per_round": number_or_fraction(clients_per_round) if clients_per_round else None,
         "local_steps": local_steps,
         "local_epochs": 5 if local_epochs is None and local_steps is None else local_epochs,
         "batch_size": number_or_fraction(batch_size) if batch_size != 0 else None,

@@ -10,7 +10,8 @@ import numpy as np
 import typer
 
 from covary.checks import whole
-from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder
+from covary.cli import common
+from covary.cli.terminal import Terminal, told
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
@@ -20,9 +21,12 @@ def compare(
     rounds: Annotated[int, typer.Option(help="Most rounds of a run.")] = 300,
     target: Annotated[float, typer.Option(help="Test accuracy to reach.")] = 0.95,
     seeds: Annotated[int, typer.Option(help="Seeds to average over.")] = 3,
-    out: Out = Path("runs"),
-    checkpoint: Checkpoint = None,
-    resume: Resume = False,
+    out: common.Out = Path("runs"),
+    checkpoint: common.Checkpoint = None,
+    resume: common.Resume = False,
+    show: common.Open = False,
+    as_json: common.Json = False,
+    quiet: common.Quiet = False,
 ) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on handwritten digits, each with its step-size tuned.
 
@@ -33,31 +37,34 @@ def compare(
     Example: covary compare --seeds 1 --rounds 100
     """
     from covary.experiments.common import Budget
-    from covary.experiments.digits import SETTINGS
+    from covary.experiments.digits import SETTINGS, SIMILARITIES, digits_problem
     from covary.experiments.digits import compare as cells
     from covary.experiments.folder import held_cells, keep_cell
+    from covary.report.runs import clients_of
 
+    terminal = Terminal(as_json, quiet)
     if not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
     whole("--rounds", rounds, 1)
     budget = Budget(clients=20, rounds=rounds, seeds=tuple(range(whole("--seeds", seeds, 1))), step_sizes=7)
-    with run_folder(context, "compare", out, checkpoint, resume) as folder:
+    with common.run_folder(context, terminal, "compare", out, checkpoint, resume, show) as folder:
+        shown = ((f"digits, {100 * s:g} % similarity", digits_problem(budget.clients, s).data) for s in SIMILARITIES)
+        folder.describe(problem="digits", clients=[clients_of(data, title) for title, data in shown])
         header = {"kind": "header", "data": "digits", "target": target, "budget": asdict(budget)}
         done = held_cells(folder, header, ("data", "target", "budget"))
-        with bar("cells") as progress:
-            task = progress.add_task("compiling", total=len(SETTINGS), completed=len(done))
+        with terminal.progress("cells", len(SETTINGS), len(done)) as progress:
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
-                progress.update(task, description=f"{cell}: round {number}, {values['running']:g} runs going on")
+                progress.within(cell, number, rounds, f"best {told(values)}, {values['running']:g} runs going on")
 
             todo = [setting for setting in SETTINGS if setting not in done]
-            for cell, curves in cells(todo, budget, target, log, folder.checkpoint):
+            for number, (cell, curves) in enumerate(cells(todo, budget, target, log, folder.checkpoint), 1 + len(done)):
                 keep_cell(folder, cell, curves=curves)
-                progress.advance(task)
-        _show(folder, budget, target)
+                progress.update(number, str(cell.setting))
+        _show(terminal, folder, budget, target)
 
 
-def _show(folder: RunFolder, budget: Any, target: float) -> None:
+def _show(terminal: Terminal, folder: RunFolder, budget: Any, target: float) -> None:
     from covary.experiments.digits import ALGORITHMS, SIMILARITIES
     from covary.experiments.folder import cell_from
     from covary.report.plots import save_curves
@@ -65,17 +72,22 @@ def _show(folder: RunFolder, budget: Any, target: float) -> None:
 
     rounds: dict[str, dict[str, float]] = {f"{100 * s:g} % similarity": {} for s in SIMILARITIES}
     curves: dict[str, dict[str, Any]] = {heading: {} for heading in rounds}
+    answer: list[dict[str, Any]] = []
     for record in folder.read()[1:]:
         cell, accuracy = cell_from(record), np.array(record["curves"]["accuracy"], float)
         heading, algorithm = f"{100 * cell.setting.similarity:g} % similarity", cell.setting.algorithm
         rounds[heading][algorithm] = cell.mean_rounds
         curves[heading][algorithm] = accuracy
+        found = {"eta_l": cell.eta_l, "rounds": cell.rounds, "mean_rounds": cell.mean_rounds, "accuracy": cell.accuracy}
+        answer.append({"algorithm": algorithm, "similarity": cell.setting.similarity, **found})
     setup = f"{budget.clients} clients, 20 % sampled, 5 local epochs"
     seeds = f"mean of {len(budget.seeds)} seeds" if len(budget.seeds) > 1 else "one seed"
     title = f"Rounds to {target:g} test accuracy on digits ({setup}; {seeds})"
-    console.print(rounds_table(title, list(ALGORITHMS), rounds, budget.rounds, baseline="sgd"))
-    console.print("[dim](n×): speed-up over SGD. eta_l tuned for each cell, eta_g = 1. Green: fewest rounds.[/dim]")
+    terminal.show(rounds_table(title, list(ALGORITHMS), rounds, budget.rounds, baseline="sgd"))
+    terminal.show("[dim](n×): speed-up over SGD. eta_l tuned for each cell, eta_g = 1. Green: fewest rounds.[/dim]")
     picture = folder.path / "curves.png"
     with folder.writing():
         save_curves(picture, curves, "test accuracy", target, f"Logistic regression on digits: {setup}")
-    console.print(f"Curves: {picture}\nRaw results: {folder.results}", soft_wrap=True)
+    terminal.written("Picture", picture)
+    terminal.written("Raw results", folder.results)
+    terminal.answer({"data": "digits", "target": target, "cells": answer, **common.places(folder)})

@@ -9,7 +9,8 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from covary.cli import problems
-from covary.cli.common import console
+from covary.cli.common import Json, Quiet
+from covary.cli.terminal import Terminal
 from covary.data import datasets
 from covary.data.download import ARCHIVE, fetch_emnist
 from covary.errors import refused
@@ -22,6 +23,8 @@ def emnist(
     root: Annotated[Path, typer.Option(help="Folder for the files.")],
     split: Annotated[str, typer.Option(help="byclass, bymerge, balanced, letters, digits or mnist.")] = "byclass",
     url: Annotated[str, typer.Option(help="Where the official archive is.")] = ARCHIVE,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Download EMNIST's official files (an archive of about 540 MB) and check them.
 
@@ -29,16 +32,22 @@ def emnist(
     """
     if split not in datasets.EMNIST_CLASSES:
         raise refused("--split", f"one of {', '.join(datasets.EMNIST_CLASSES)}", split, "The paper's is byclass.")
+    terminal = Terminal(as_json, quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    steps, last = fetch_emnist(root, split, datasets.official_emnist(), url), ""
     try:
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        with Progress(*columns, TimeRemainingColumn(), console=terminal.err, transient=True) as progress:
             task = progress.add_task("connecting", total=None)
-            for step in fetch_emnist(root, split, datasets.official_emnist(), url):
+            for step in steps:
                 progress.update(task, description=step.what, completed=step.done, total=step.total)
+                if not terminal.err.is_terminal and step.what != last:
+                    last = step.what
+                    terminal.say(last)
     except KeyboardInterrupt:
-        console.print("\nStopped. Run the same command again: it goes on from there.")
+        terminal.say("Stopped. Run the same command again: it goes on from there.")
         raise typer.Exit(130) from None
-    console.print(f"EMNIST {split} is complete and checked in {root}.", soft_wrap=True)
+    terminal.show(f"EMNIST {split} is complete and checked in {root}.", markup=False)
+    terminal.answer({"split": split, "root": str(root)})
 
 
 @app.command()
@@ -48,8 +57,14 @@ def show(
     clients: problems.Clients = None,
     similarity: problems.Similarity = None,
     alpha: problems.Alpha = None,
+    client_column: problems.ClientColumn = None,
+    label: problems.Label = None,
+    test: problems.Test = None,
+    ignore: problems.Ignore = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     out: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("clients.png"),
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Draw the label histogram of every client, to see how different they are.
 
@@ -60,9 +75,14 @@ def show(
 
     if out.suffix != ".png" or not out.parent.is_dir():
         raise refused("--out", "a .png file in a folder that exists", out, "Try --out clients.png.")
-    data, _, how = problems.divided(dataset, root, clients, similarity, alpha, seed)
-    counts = data.label_counts()
-    title = f"{dataset}, {how}: {data.n_clients} clients, {data.n_examples:,} examples"
-    console.print(histogram_table(title, counts))
+    terminal = Terminal(as_json, quiet)
+    of = problems.divided(dataset, root, clients, similarity, alpha, seed, client_column, label, test, ignore)
+    for note in of.notes:
+        terminal.say(note, style="dim")
+    counts = of.data.label_counts()
+    title = f"{of.title}: {of.data.n_clients} clients, {of.data.n_examples:,} examples"
+    terminal.show(histogram_table(title, counts, of.clients))
     save_histograms(out, counts, title)
-    console.print(f"Picture: {out}", soft_wrap=True)
+    terminal.written("Picture", out)
+    named = {"names": of.clients, "labels": of.labels, "notes": of.notes, "picture": str(out)}
+    terminal.answer({"data": of.title, "counts": counts, **named})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,19 +9,24 @@ from typing import Annotated, Any
 import typer
 
 from covary.cli import common, problems
-from covary.cli.common import bar, console
+from covary.cli.terminal import Terminal
 from covary.errors import CovaryError, refused
-from covary.report.folder import RunFolder, plain
+from covary.report.folder import RunFolder
 
 FULL = (1, 2, 5, 12, 25, 50, 100, 200)
 
 
 def diagnose(
+    context: typer.Context,
     dataset: problems.Dataset = "digits",
     root: problems.Root = None,
     clients: problems.Clients = None,
     similarity: problems.Similarity = None,
     alpha: problems.Alpha = None,
+    client_column: problems.ClientColumn = None,
+    label: problems.Label = None,
+    test: problems.Test = None,
+    ignore: problems.Ignore = None,
     hidden: common.Hidden = 0,
     rounds: Annotated[int, typer.Option(help="How many rounds you mean to train for.")] = 100,
     clients_per_round: Annotated[
@@ -40,40 +44,46 @@ def diagnose(
     check: Annotated[
         bool, typer.Option("--check", help="Also run the full sweep that the advice is to save (needs a target).")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, and nothing else.")] = False,
     out: common.Out = Path("runs"),
+    show: common.Open = False,
+    as_json: common.Json = False,
+    quiet: common.Quiet = False,
 ) -> None:
     """Measure how different the clients are, and say which algorithm, K and step-sizes to use.
 
-    Takes a minute on digits. For your own model and data: covary.diagnose(problem) in Python.
+    Takes a minute on digits. For your own model: covary.diagnose(problem) in Python.
 
     Example: covary diagnose digits --similarity 0.1 --target 0.95
+
+    Example: covary diagnose patients.csv --client-column hospital --label outcome
     """
     from covary.report.diagnosis import check_table, diagnosis_panel, save_diagnosis
     from covary.theory.diagnose import check_advice
     from covary.theory.diagnose import diagnose as measure
 
+    terminal = Terminal(as_json, quiet)
     goal = _goal(target, target_loss)
     if check and goal is None:
         raise CovaryError("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
     RunFolder.refuse_unwritable(out)
-    data, test, how = problems.divided(dataset, root, clients, similarity, alpha, seed)
-    problem = problems.problem_of(data, test, hidden)
+    of = problems.divided(dataset, root, clients, similarity, alpha, seed, client_column, label, test, ignore)
+    problem = of.problem(hidden)
+    for note in of.notes:
+        terminal.say(note, style="dim")
     if clients_per_round is None:
-        clients_per_round = 0.0 if dataset == "heart-disease" else 0.2
+        clients_per_round = 0.0 if of.natural else 0.2
     options: dict[str, Any] = {
         "clients_per_round": common.number_or_fraction(clients_per_round) if clients_per_round else None,
         "batch_size": common.number_or_fraction(batch_size) if batch_size else None,
         "weights": weights,
     }
-    title = f"{dataset}, {how}: {data.n_clients} clients, {'2-layer network' if hidden else 'logistic regression'}"
+    title = f"{of.title}: {problem.n_clients} clients, {'2-layer network' if hidden else 'logistic regression'}"
     checked = None
     try:
-        with bar("", quiet=as_json) as progress:
-            task = progress.add_task("starting", total=None)
+        with terminal.progress("") as progress:
 
             def say(text: str) -> None:
-                progress.update(task, description=text)
+                progress.update(what=text)
 
             found = measure(
                 problem,
@@ -90,28 +100,32 @@ def diagnose(
                 steps = [K for K in FULL if max_local_steps >= K]
                 checked = check_advice(found, problem, goal, steps, say=say, **options)
     except KeyboardInterrupt:
-        typer.echo("\nStopped. Nothing was kept: the advice comes at the end.", err=True)
+        terminal.say("Stopped. Nothing was kept: the advice comes at the end.")
         raise typer.Exit(130) from None
     folder = RunFolder.create("diagnose", out)
+    folder.settle(common.settings_of(context))
+    common.describe(folder, context)
+    folder.describe(problem=of.title, clients=[of.described()])
     record = {"kind": "diagnosis", "title": title, **found.as_dict()}
     if checked is not None:
         record["check"] = checked.as_dict()
     folder.append(record)
     save_diagnosis(folder.path / "diagnosis.png", found, title)
-    if as_json:
-        typer.echo(json.dumps(plain(record), allow_nan=False, indent=1))
-        return
-    console.print(diagnosis_panel(found, title))
+    terminal.answer(record | common.places(folder))
+    terminal.show(diagnosis_panel(found, title))
     if checked is not None:
-        console.print(check_table(found, checked))
+        terminal.show(check_table(found, checked))
         agrees = "as was advised" if checked.as_predicted else "against the advice"
         said = (
             f"The advised setting needs {checked.ratio:.2f} times the rounds of the best of {checked.cells} cells; "
             f"SCAFFOLD {'beats' if checked.beats else 'does not beat'} FedAvg, {agrees}."
         )
         reached = math.isfinite(checked.best.rounds)
-        console.print(said if reached else "No cell reached the target: nothing can be said.", soft_wrap=True)
-    console.print(f"Picture: {folder.path / 'diagnosis.png'}\nRaw results: {folder.results}", soft_wrap=True)
+        terminal.show(said if reached else "No cell reached the target: nothing can be said.")
+    terminal.written("Picture", folder.path / "diagnosis.png")
+    terminal.written("Raw results", folder.results)
+    common.report(folder, terminal, show)
+    folder.close()
 
 
 def _goal(target: float | None, target_loss: float | None) -> tuple[str, float] | None:

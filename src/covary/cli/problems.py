@@ -1,9 +1,10 @@
-"""The data sets that commands know by name, divided among clients."""
+"""The data sets that commands know by name, and a user's own table, divided among clients."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -14,48 +15,119 @@ from covary.errors import CovaryError, refused
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 
-Dataset = Annotated[str, typer.Argument(help="digits, emnist, fashion-mnist or heart-disease.")]
+NAMES = ("digits", "emnist", "fashion-mnist", "heart-disease")
+KNOWN = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
+
+
+def known_names() -> list[str]:
+    return list(NAMES)
+
+
+Dataset = Annotated[str, typer.Argument(help=f"{KNOWN}, or a CSV file.", autocompletion=known_names)]
+Data = Annotated[str, typer.Option("--data", help=f"{KNOWN}, or a CSV file.", autocompletion=known_names)]
 Root = Annotated[Path | None, typer.Option(help="Folder or file of a data set that is not built in.")]
 Clients = Annotated[int | None, typer.Option(help="Number of clients N. \\[default: 20]")]
 Similarity = Annotated[float | None, typer.Option(help="The paper's i.i.d. share, 0 to 1. \\[default: 0]")]
 Alpha = Annotated[float | None, typer.Option(help="Dirichlet concentration instead.")]
+ClientColumn = Annotated[str | None, typer.Option(help="The column that says whose row it is (CSV).")]
+Label = Annotated[str | None, typer.Option(help="The column to predict (CSV).")]
+Test = Annotated[Path | None, typer.Option(help="A CSV file of test rows. \\[default: a fifth of each client's]")]
+Ignore = Annotated[list[str] | None, typer.Option(help="A column to leave out (CSV); may be repeated.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-def divided(
-    dataset: str, root: Path | None, clients: int | None, similarity: float | None, alpha: float | None, seed: int
-) -> tuple[FederatedData, Pair, str]:
-    """The training examples divided as asked, the test examples, and how in words."""
-    from covary.experiments.common import load_emnist
+@dataclass(frozen=True)
+class Divided:
+    """Training examples divided among clients, and test examples."""
 
+    data: FederatedData
+    test: Pair
+    title: str  # the data set, and how it is divided
+    natural: bool = False  # the clients are hospitals and their like, not made up
+    clients: list[str] | None = None  # their names
+    labels: list[str] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def problem(self, hidden: int) -> Problem:
+        """Logistic regression on the data, or a network with so many hidden units."""
+        x, y = self.data.examples
+        features, classes = int(np.prod(x.shape[1:])), int(max(y.max(), self.test[1].max())) + 1
+        classes = max(classes, len(self.labels or []))
+        model = mlp(features, hidden, classes) if hidden else logistic_regression(features, classes)
+        return supervised(model, self.data, self.test)
+
+    def described(self) -> dict[str, Any]:
+        """For the report: how many examples of each label each client has."""
+        from covary.report.runs import clients_of
+
+        return clients_of(self.data, self.title) | {"names": self.clients, "labels": self.labels}
+
+
+def divided(
+    dataset: str,
+    root: Path | None = None,
+    clients: int | None = None,
+    similarity: float | None = None,
+    alpha: float | None = None,
+    seed: int = 0,
+    client_column: str | None = None,
+    label: str | None = None,
+    test: Path | None = None,
+    ignore: list[str] | None = None,
+) -> Divided:
+    """The training examples divided as asked, and the test examples."""
     if similarity is not None and alpha is not None:
         raise CovaryError("--similarity and --alpha are two ways to divide the data. Give one of them.")
+    if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists()):
+        if (root, clients, similarity, alpha) != (None, None, None, None):
+            raise CovaryError(
+                "The column of a table says who the clients are: leave out --root, --clients, --similarity and --alpha."
+            )
+        return _table(dataset, client_column, label, test, ignore)
+    if (client_column, label, test, ignore or None) != (None, None, None, None):
+        raise CovaryError(
+            f"--client-column, --label, --test and --ignore go with a CSV file, and {dataset} is none. Name the file: "
+            "covary run --data FILE.csv."
+        )
     if dataset == "heart-disease":
         if (clients, similarity, alpha) != (None, None, None):
             raise CovaryError("The hospitals are the clients here: leave out --clients, --similarity and --alpha.")
-        train, test = datasets.heart_disease(root or "fed-heart-disease.npz")
-        return partition.by_group(*train), test, "by hospital"
-    if dataset == "digits":
-        (x, y), test = datasets.digits()
-    elif dataset == "emnist":
-        emnist = load_emnist(root or Path("data"), paper_white=False)
-        (x, y), test = emnist.train, emnist.test
-    elif dataset == "fashion-mnist":
-        (x, y), test = datasets.fashion_mnist(root or datasets.FASHION_MNIST)
-    else:
-        allowed = "digits, emnist, fashion-mnist or heart-disease"
-        raise refused("DATASET", allowed, dataset, "Try digits, which needs no download.")
+        train, tested = datasets.heart_disease(root or "fed-heart-disease.npz")
+        return Divided(partition.by_group(*train), tested, "heart-disease, by hospital", natural=True)
+    (x, y), tested = _images(dataset, root)
     clients = 20 if clients is None else clients
     if alpha is not None:
-        return partition.dirichlet(x, y, clients, alpha, seed), test, f"Dirichlet with alpha = {alpha:g}"
+        title = f"{dataset}, Dirichlet with alpha = {alpha:g}"
+        return Divided(partition.dirichlet(x, y, clients, alpha, seed), tested, title)
     similarity = 0.0 if similarity is None else similarity
-    return partition.by_similarity(x, y, clients, similarity, seed), test, f"{100 * similarity:g} % similarity"
+    title = f"{dataset}, {100 * similarity:g} % similarity"
+    return Divided(partition.by_similarity(x, y, clients, similarity, seed), tested, title)
 
 
-def problem_of(data: FederatedData, test: Pair, hidden: int) -> Problem:
-    """Logistic regression on the data, or a network with so many hidden units."""
-    x, y = data.examples
-    features, classes = int(np.prod(x.shape[1:])), int(max(y.max(), test[1].max())) + 1
-    return supervised(mlp(features, hidden, classes) if hidden else logistic_regression(features, classes), data, test)
+def _images(dataset: str, root: Path | None) -> tuple[Pair, Pair]:
+    from covary.experiments.common import load_emnist
+
+    if dataset == "digits":
+        return datasets.digits()
+    if dataset == "emnist":
+        emnist = load_emnist(root or Path("data"), paper_white=False)
+        return emnist.train, emnist.test
+    if dataset == "fashion-mnist":
+        return datasets.fashion_mnist(root or datasets.FASHION_MNIST)
+    raise refused("DATASET", f"{KNOWN}, or a CSV file", dataset, "Try digits, which needs no download.")
+
+
+def _table(
+    dataset: str, client_column: str | None, label: str | None, test: Path | None, ignore: list[str] | None
+) -> Divided:
+    if client_column is None or label is None:
+        raise CovaryError(
+            f"{dataset} is a table: say which column names the client and which is to be predicted, as in "
+            "--client-column hospital --label outcome."
+        )
+    table = datasets.table(dataset, client_column, label, test, ignore or [])
+    title = f"{Path(dataset).name}, by {client_column}"
+    data = partition.by_group(*table.train)
+    return Divided(data, table.test, title, True, table.clients, table.labels, table.notes)

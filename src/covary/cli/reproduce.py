@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from covary.checks import whole
-from covary.cli.common import Checkpoint, Out, Resume, bar, console, run_folder, settings_of
+from covary.cli import common
+from covary.cli.terminal import Terminal, told
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
 
 def reproduce(
     context: typer.Context,
-    experiment: Annotated[str, typer.Argument(help="fig3, table3, table4, table5 or all.")],
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            help="fig3, table3, table4, table5 or all.",
+            autocompletion=lambda: ["fig3", "table3", "table4", "table5", "all"],
+        ),
+    ],
     data: Annotated[Path, typer.Option(help="Folder with EMNIST's official files.")] = Path("data"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller data and fewer rounds, the same code.")] = False,
     pixels: Annotated[str, typer.Option(help="paper-white, ink, or auto: what lands nearest to the paper.")] = "auto",
     seeds: Annotated[int | None, typer.Option(help="How many seeds. \\[default: 3; quick: 1]")] = None,
-    out: Out = Path("runs"),
-    checkpoint: Checkpoint = None,
-    resume: Resume = False,
+    out: common.Out = Path("runs"),
+    checkpoint: common.Checkpoint = None,
+    resume: common.Resume = False,
+    show: common.Open = False,
+    as_json: common.Json = False,
+    quiet: common.Quiet = False,
 ) -> None:
     """Reproduce a figure or table of the SCAFFOLD paper, and check its claims on what is measured.
 
@@ -44,44 +55,61 @@ def reproduce(
     options += [] if seeds is None else ["--seeds", str(seeds)]
     paper_white = None if pixels == "auto" else pixels == "paper-white"
 
-    def one(name: str, folder: RunFolder) -> None:
-        command = " ".join(["covary reproduce", name, *([] if name == "fig3" else ["--data", "DIR", *options])])
-        _reproduce(name, data, folder, command, quick, paper_white, seeds)
+    terminal = Terminal(as_json, quiet)
 
-    with run_folder(context, f"reproduce-{experiment}", out, checkpoint, resume) as folder:
+    def one(name: str, folder: RunFolder) -> dict[str, Any]:
+        command = " ".join(["covary reproduce", name, *([] if name == "fig3" else ["--data", "DIR", *options])])
+        return _reproduce(terminal, name, data, folder, command, quick, paper_white, seeds)
+
+    with common.run_folder(context, terminal, f"reproduce-{experiment}", out, checkpoint, resume, show) as folder:
         if experiment != "all":
-            one(experiment, folder)
+            terminal.answer(one(experiment, folder) | common.places(folder))
             return
+        answers = []
         for name in EXPERIMENTS:
             with contextlib.closing(RunFolder.open(folder.path / name)) as part:
-                part.settle(settings_of(context) | {"experiment": name})
-                one(name, part)
+                part.settle(common.settings_of(context) | {"experiment": name})
+                common.describe(part, context)
+                answers.append(one(name, part))
+                common.ended(part)
+        terminal.answer({"experiments": answers, **common.places(folder)})
 
 
 def _reproduce(
-    name: str, data: Path, folder: RunFolder, command: str, quick: bool, paper_white: bool | None, seeds: int | None
-) -> None:
-    from covary.experiments.reproduce import cells_of, outcome, quick_note, run_figure, run_table, write_up
+    terminal: Terminal,
+    name: str,
+    data: Path,
+    folder: RunFolder,
+    command: str,
+    quick: bool,
+    paper_white: bool | None,
+    seeds: int | None,
+) -> dict[str, Any]:
+    from covary.experiments.reproduce import cells_of, most_rounds, outcome, quick_note, run_figure, run_table, write_up
     from covary.report.tables import claims_table, plain_table
 
     if name == "fig3":
         run_figure(folder, command)
     else:
-        with bar("cells") as progress:
-            task = progress.add_task("reading EMNIST", total=cells_of(name, quick))
+        with terminal.progress("cells", cells_of(name, quick)) as progress:
+            progress.update(what=name)
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
-                progress.update(task, description=f"{cell}: round {number}, {values['running']:g} runs going on")
+                most = most_rounds(name, quick)
+                progress.within(cell, number, most, f"best {told(values)}, {values['running']:g} runs going on")
 
             for number in run_table(name, data, folder, command, quick, paper_white, seeds, log):
-                progress.update(task, completed=number)
+                progress.update(number)
     result = outcome(folder)
-    console.print(plain_table(f"{name}: {result.header['data']}", *result.table))
+    terminal.show(plain_table(f"{name}: {result.header['data']}", *result.table))
     if result.header.get("quick"):
-        console.print(quick_note(result), style="yellow")
-    console.print(claims_table(result.claims))
-    console.print(f"{result.seconds:.0f} s on {result.header['device']}, compilation included")
+        terminal.show(quick_note(result), style="yellow")
+    terminal.show(claims_table(result.claims))
+    terminal.show(f"{result.seconds:.0f} s on {result.header['device']}, compilation included")
     with folder.writing():
         written = write_up(result, folder.path)
     for path in written:
-        console.print(f"Written: {path}", soft_wrap=True)
+        terminal.written("Written", path)
+    columns, rows = result.table
+    claims = [{**asdict(claim), "verdict": claim.verdict} for claim in result.claims]
+    return {"experiment": name, "columns": columns, "rows": rows, "claims": claims, "seconds": result.seconds}

@@ -1,25 +1,30 @@
-"""`covary run` and `covary sweep`: one algorithm on handwritten digits, once or over a grid."""
+"""`covary run` and `covary sweep`: one algorithm on a data set or a user's own table, once or over a grid."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from covary import trackers
 from covary.checks import whole
-from covary.cli import common
-from covary.cli.common import bar, console, factory_of
+from covary.cli import common, problems
+from covary.cli.common import factory_of
+from covary.cli.terminal import Terminal, told
 from covary.errors import CovaryError, refused
+from covary.report.folder import RunFolder
+from covary.sweep import Sweep
 
 
 def run(
     context: typer.Context,
-    algorithm: common.Name,
+    algorithm: common.Name = "scaffold",
     eta_l: Annotated[float, typer.Option(help="Local step-size.")] = 0.3,
     eta_g: Annotated[float | None, typer.Option(help="Global step-size.")] = None,
     mu: Annotated[float | None, typer.Option(help="Proximal strength (fedprox, dane).")] = None,
@@ -27,9 +32,15 @@ def run(
     eta: Annotated[float | None, typer.Option(help="Weight of the global gradient (dane).")] = None,
     option: Annotated[str | None, typer.Option(help="Control variate, I or II (scaffold).")] = None,
     rounds: common.Rounds = 100,
-    clients: common.Clients = 20,
-    similarity: common.Similarity = 0.0,
-    clients_per_round: common.PerRound = 0.2,
+    dataset: problems.Data = "digits",
+    root: problems.Root = None,
+    client_column: problems.ClientColumn = None,
+    label: problems.Label = None,
+    test: problems.Test = None,
+    ignore: problems.Ignore = None,
+    clients: problems.Clients = None,
+    similarity: problems.Similarity = None,
+    clients_per_round: common.PerRound = None,
     local_steps: common.Steps = None,
     local_epochs: common.Epochs = None,
     batch_size: common.Batch = 0.2,
@@ -37,65 +48,89 @@ def run(
     warm_start: common.WarmStart = False,
     weights: common.Weights = "uniform",
     target: common.Target = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: problems.Seed = 0,
+    track: Annotated[str | None, typer.Option(help="Also log to tensorboard, mlflow or wandb.")] = None,
     out: common.Out = Path("runs"),
     checkpoint: common.Checkpoint = None,
     checkpoint_every: common.Every = 100,
     resume: common.Resume = False,
+    show: common.Open = False,
+    as_json: common.Json = False,
+    quiet: common.Quiet = False,
 ) -> None:
-    """Run one algorithm on handwritten digits and show how it goes.
+    """Run one algorithm on handwritten digits, another data set or your own table, and show how it goes.
 
-    Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which command.
+    A table is a CSV file with a column that says whose row it is. Stopped by Ctrl-C or a crash, a run goes on where it
+    was: with Ctrl-C it says by which command.
 
     Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
+
+    Example: covary run --data patients.csv --client-column hospital --label outcome
     """
-    from covary.experiments.digits import digits_problem
     from covary.simulate import simulate
 
+    terminal = Terminal(as_json, quiet)
     given = {"eta_l": eta_l, "eta_g": eta_g, "mu": mu, "alpha": alpha, "eta": eta, "option": option}
     chosen = _build(algorithm, given)
-    problem = digits_problem(clients, similarity, hidden)
-    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
+    whole("--rounds", rounds, 1)
+    tracker = _tracker(track)
+    of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
+    problem = of.problem(hidden)
+    options = common.training(
+        clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of.natural
+    )
     options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
+    for note in of.notes:
+        terminal.say(note, style="dim")
     started, begun = time.perf_counter(), False
-    with (
-        common.run_folder(context, f"run-{algorithm}", out, checkpoint, resume) as folder,
-        bar("rounds") as progress,
-    ):
-        task = progress.add_task("compiling", total=rounds)
+    with common.run_folder(context, terminal, f"run-{algorithm}", out, checkpoint, resume, show) as folder:
+        folder.describe(algorithm=str(chosen), problem=of.title, clients=[of.described()])
+        with terminal.progress("rounds", rounds) as progress, tracker(folder, str(chosen), context) as also:
+            progress.update(what="compiling")
 
-        def log(number: int, values: dict[str, float]) -> None:
-            nonlocal begun
-            if not begun:
-                folder.cut(number - 1)  # rounds after the checkpoint are done again
-                begun = True
-            folder.append({"round": number, **values})
-            what = f"{algorithm}  loss {values['loss']:.4f}  accuracy {values['accuracy']:.4f}"
-            progress.update(task, completed=number, description=what)
+            def log(number: int, values: dict[str, float]) -> None:
+                nonlocal begun
+                if not begun:
+                    folder.cut(number - 1)  # rounds after the checkpoint are done again
+                    begun = True
+                folder.append({"round": number, **values})
+                progress.update(number, f"{algorithm}  {told(values)}")
+                if also is not None:
+                    also(number, values)
 
-        result = simulate(chosen, problem, rounds=rounds, seed=seed, log=log, checkpoint=folder.checkpoint, **options)
-        folder.rewrite(_records(result.history))  # a line that a power failure took is there again
-    told = f"{chosen}: {result.rounds} rounds in {time.perf_counter() - started:.1f} s"
-    if result.rounds:
-        told += f", loss {result.history['loss'][-1]:.4f}, test accuracy {result.history['accuracy'][-1]:.4f}"
-    console.print(told, soft_wrap=True)
-    if result.reached:
-        console.print(f"Reached test accuracy {target:g} in round {result.reached}.")
-    console.print(f"Rounds: {folder.results}", soft_wrap=True)
+            options |= {"log": log, "checkpoint": folder.checkpoint}
+            result = simulate(chosen, problem, rounds=rounds, seed=seed, **options)
+            folder.rewrite(_records(result.history))  # a line that a power failure took is there again
+        seconds = time.perf_counter() - started
+        last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v)}
+        ended = f", loss {last['loss']:.4f}, test accuracy {last['accuracy']:.4f}" if result.rounds else ""
+        terminal.show(f"{chosen} on {of.title}: {result.rounds} rounds in {seconds:.1f} s{ended}", markup=False)
+        if result.reached:
+            terminal.show(f"Reached test accuracy {target:g} in round {result.reached}.")
+        terminal.written("Rounds", folder.results)
+        answer = {"algorithm": str(chosen), "data": of.title, "rounds": result.rounds, "seconds": seconds, **last}
+        answer |= {"reached": result.reached, "diverged": result.diverged}
+        terminal.answer(answer | common.places(folder))
     if result.diverged:
         raise typer.Exit(1)
 
 
 def sweep(
     context: typer.Context,
-    algorithm: common.Name,
+    algorithm: common.Name = "scaffold",
     eta_l: Annotated[str, typer.Option(help="Local step-sizes, separated by commas.")] = "0.03,0.1,0.3,1,3",
     eta_g: Annotated[str | None, typer.Option(help="Global step-sizes, likewise.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
     rounds: common.Rounds = 100,
-    clients: common.Clients = 20,
-    similarity: common.Similarity = 0.0,
-    clients_per_round: common.PerRound = 0.2,
+    dataset: problems.Data = "digits",
+    root: problems.Root = None,
+    client_column: problems.ClientColumn = None,
+    label: problems.Label = None,
+    test: problems.Test = None,
+    ignore: problems.Ignore = None,
+    clients: problems.Clients = None,
+    similarity: problems.Similarity = None,
+    clients_per_round: common.PerRound = None,
     local_steps: common.Steps = None,
     local_epochs: common.Epochs = None,
     batch_size: common.Batch = 0.2,
@@ -108,39 +143,73 @@ def sweep(
     checkpoint: common.Checkpoint = None,
     checkpoint_every: common.Every = 100,
     resume: common.Resume = False,
+    show: common.Open = False,
+    as_json: common.Json = False,
+    quiet: common.Quiet = False,
 ) -> None:
-    """Try every combination of step-sizes and seeds on handwritten digits, as one compiled program.
+    """Try every combination of step-sizes and seeds on a data set, as one compiled program.
 
     Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which command.
 
     Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
     """
-    from covary.experiments.digits import digits_problem
     from covary.report.tables import sweep_table
     from covary.sweep import sweep as swept
 
+    terminal = Terminal(as_json, quiet)
     factory = factory_of(algorithm)
     grid = {"eta_l": _numbers("--eta-l", eta_l)}
     if eta_g is not None:
         grid["eta_g"] = _numbers("--eta-g", eta_g)
-    problem = digits_problem(clients, similarity, hidden)
-    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target)
+    of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
+    problem = of.problem(hidden)
+    options = common.training(
+        clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of.natural
+    )
     whole("--rounds", rounds, 1)
     whole("--seeds", seeds, 1)
     options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1), "race": race}
+    for note in of.notes:
+        terminal.say(note, style="dim")
     started = time.perf_counter()
-    with common.run_folder(context, f"sweep-{algorithm}", out, checkpoint, resume) as folder, bar("rounds") as progress:
-        task = progress.add_task("compiling", total=rounds)
+    with common.run_folder(context, terminal, f"sweep-{algorithm}", out, checkpoint, resume, show) as folder:
+        folder.describe(problem=of.title, grid=list(grid), clients=[of.described()])
+        with terminal.progress("rounds", rounds) as progress:
+            progress.update(what="compiling")
 
-        def log(number: int, values: dict[str, float]) -> None:
-            progress.update(task, completed=number, description=f"{algorithm}  {values['running']:g} runs going on")
+            def log(number: int, values: dict[str, float]) -> None:
+                progress.update(number, f"{algorithm}  best {told(values)}  {values['running']:g} runs going on")
 
-        options |= {"log": log, "checkpoint": folder.checkpoint}
-        tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, **options)
-        folder.rewrite(tried.table)
-    seconds = time.perf_counter() - started
-    console.print(sweep_table(tried, f"{algorithm} on digits: {len(tried.table)} runs in {seconds:.1f} s"))
-    console.print(f"Raw results: {folder.results}", soft_wrap=True)
+            options |= {"log": log, "checkpoint": folder.checkpoint, "measure_loss": True}
+            tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, **options)
+        folder.rewrite(_with_curves(tried))
+        seconds = time.perf_counter() - started
+        terminal.show(sweep_table(tried, f"{algorithm} on {of.title}: {len(tried.table)} runs in {seconds:.1f} s"))
+        terminal.written("Raw results", folder.results)
+        best = tried.points[tried.best()]
+        answer = {"algorithm": algorithm, "data": of.title, "seconds": seconds, "best": best, "table": tried.table}
+        terminal.answer(answer | common.places(folder))
+
+
+def _with_curves(tried: Sweep) -> Iterator[dict[str, Any]]:
+    """The rows of a sweep, each with every round of its run."""
+    for at, row in zip(np.ndindex(len(tried.points), len(tried.seeds)), tried.table, strict=True):
+        yield {**row, "curves": {name: curve[at][: row["rounds"]] for name, curve in tried.curves.items()}}
+
+
+def _tracker(name: str | None) -> Callable[[RunFolder, str, typer.Context], Any]:
+    """What makes the hook of a tracker once there is a folder; refused here, before any work, if it is not known."""
+    if name is None:
+        return lambda folder, algorithm, context: contextlib.nullcontext()
+    if name not in ("tensorboard", "mlflow", "wandb"):
+        raise refused("--track", "tensorboard, mlflow or wandb", name, "Leave it out to log to the run folder alone.")
+
+    def made(folder: RunFolder, algorithm: str, context: typer.Context) -> Any:
+        if name == "tensorboard":
+            return trackers.tensorboard(folder.path / "tensorboard")
+        return getattr(trackers, name)(params={**common.settings_of(context), "algorithm": algorithm})
+
+    return made
 
 
 def _records(history: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,67 @@
+"""`covary report`: the page of one or several runs, written to a file or served while they go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covary.checks import whole
+from covary.cli.common import REPORT, Json, Open, Quiet
+from covary.cli.terminal import Terminal, open_in_browser
+from covary.errors import CovaryError, refused
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write. \\[default: report.html in the first folder]")
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="Count rounds to this test accuracy.")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page on this machine, renewed as runs go on.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Where to serve it; 0 takes a free port.")] = 0,
+    show: Open = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write one HTML file with the curves, tables, clients and settings of runs. It needs no network to be read.
+
+    Example: covary report runs/* --out comparison.html
+
+    Example: covary report runs/20261116-120000-run-scaffold --serve
+    """
+    from covary.report.page import write_page
+    from covary.report.serve import server
+
+    terminal = Terminal(as_json, quiet)
+    if target is not None and not 0 < target <= 1:
+        raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
+    whole("--port", port, 0, most=65535)
+    if serve:
+        if out is not None:
+            raise CovaryError("--serve writes no file. Leave --out out, or call without --serve.")
+        with server(runs, port, target) as serving:
+            address = f"http://127.0.0.1:{serving.server_port}/"
+            terminal.show(f"Serving {address} until Ctrl-C. Only this machine can see it.")
+            terminal.answer({"address": address})
+            if show:
+                open_in_browser(address)
+            try:
+                serving.serve_forever()
+            except KeyboardInterrupt:
+                terminal.say("Stopped.")
+        return
+    path = runs[0] / REPORT if out is None else out
+    if not path.parent.is_dir():
+        raise refused("--out", "a file in a folder that exists", out, "Try --out report.html.")
+    try:
+        write_page(runs, path, target)
+    except OSError as error:
+        raise CovaryError(f"{path} cannot be written ({error.strerror}). Choose another place with --out.") from None
+    terminal.written("Report", path)
+    terminal.answer({"report": str(path)})
+    if show:
+        open_in_browser(path)
