@@ -6,6 +6,7 @@ test_checkpoint.py, `diagnose` by test_diagnose.py, `reproduce` by test_reproduc
 deployment by test_flower_processes.py, several hosts by test_engine.py.
 """
 
+import doctest
 import functools
 import importlib.util
 import inspect
@@ -140,6 +141,7 @@ def test_formulas_of_docstrings_become_plain_text():
     spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    assert doctest.testmod(module) == (0, 1)
     for name in cv.algorithms.__all__:
         text = module.as_markdown(inspect.cleandoc(getattr(cv, name).__doc__))
         assert "←" in text or "≈" in text
