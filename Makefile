@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test deploy-demo clean
+.PHONY: demo test docs deploy-demo clean
 
 demo: .venv/installed
 	$(BIN)/covary compare
@@ -14,10 +14,14 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(MAKE) docs
 	$(BIN)/pytest
 
+docs: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv
+	rm -rf .venv site
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
