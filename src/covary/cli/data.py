@@ -81,7 +81,7 @@ def show(
         terminal.say(note, style="dim")
     counts = of.data.label_counts()
     title = f"{of.title}: {of.data.n_clients} clients, {of.data.n_examples:,} examples"
-    terminal.show(histogram_table(title, counts, of.clients))
+    terminal.show(histogram_table(title, counts, of.clients, of.labels))
     save_histograms(out, counts, title)
     terminal.written("Picture", out)
     named = {"names": of.clients, "labels": of.labels, "notes": of.notes, "picture": str(out)}

@@ -10,6 +10,7 @@ import typer
 from covary.checks import whole
 from covary.cli.common import REPORT, Json, Open, Quiet
 from covary.cli.terminal import Terminal, open_in_browser
+from covary.durable import replace
 from covary.errors import CovaryError, refused
 
 
@@ -33,7 +34,7 @@ def report(
 
     Example: covary report runs/20261116-120000-run-scaffold --serve
     """
-    from covary.report.page import write_page
+    from covary.report.page import page
     from covary.report.serve import server
 
     terminal = Terminal(as_json, quiet)
@@ -54,11 +55,12 @@ def report(
             except KeyboardInterrupt:
                 terminal.say("Stopped.")
         return
+    text = page(runs, target)
     path = runs[0] / REPORT if out is None else out
     if not path.parent.is_dir():
         raise refused("--out", "a file in a folder that exists", out, "Try --out report.html.")
     try:
-        write_page(runs, path, target)
+        replace(path, text.encode())
     except OSError as error:
         raise CovaryError(f"{path} cannot be written ({error.strerror}). Choose another place with --out.") from None
     terminal.written("Report", path)

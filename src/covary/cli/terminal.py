@@ -131,7 +131,8 @@ class Lines:
         tenth, now = 10 * done // max(self.total, 1), time.monotonic()
         if self.first is None:  # before it lies the compilation
             self.first, self.began = done, now
-        if tenth == self.tenth and now - self.last < SECONDS:
+        recent = now - self.last < (SECONDS if tenth == self.tenth else 1)
+        if recent and self.tenth >= 0 and done < self.total:
             return
         self.tenth, self.last = tenth, now
         fresh, spent = done - self.first, now - self.began

@@ -84,12 +84,15 @@ def sweep_table(tried: Any, title: str) -> Table:
     return table
 
 
-def histogram_table(title: str, counts: np.ndarray, names: Sequence[str] | None = None) -> Table:
+def histogram_table(
+    title: str, counts: np.ndarray, names: Sequence[str] | None = None, labels: Sequence[str] | None = None
+) -> Table:
     """One row a client: how many examples, and a bar for each label, relative to the largest anywhere."""
     table = Table(title=title, title_justify="left")
     table.add_column("client", justify="right")
     table.add_column("examples", justify="right")
-    table.add_column(f"labels 0 to {counts.shape[1] - 1}", overflow="fold")
+    kinds = f"labels {', '.join(labels)}" if labels else f"labels 0 to {counts.shape[1] - 1}"
+    table.add_column(Text(kinds), overflow="fold")
     heights = np.ceil((len(BLOCKS) - 1) * counts / counts.max()).astype(int)
     for client, (row, height) in enumerate(zip(counts, heights, strict=True)):
         table.add_row(names[client] if names else str(client), f"{row.sum():,}", "".join(BLOCKS[h] for h in height))
