@@ -84,7 +84,7 @@ def test_mlflow_says_which_run_failed(store):
 
 
 def wandb_records(folder):
-    """The records of an offline run: a LevelDB log, blocks of 32 KiB, each part with a checksum, a length and a kind."""
+    """The records of an offline run: a LevelDB log of 32 KiB blocks, whose parts have checksum, length and kind."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -128,7 +128,7 @@ def test_wandb_keeps_the_history_and_the_parameters(tmp_path, monkeypatch, capfd
 def test_a_tracker_takes_one_run_and_nothing_after_its_end(tmp_path):
     log = cv.trackers.tensorboard(tmp_path)
     tracked(log)
-    with pytest.raises(cv.CovaryError, match="round must be more than 7, .* got 1. .* open another"):
+    with pytest.raises(cv.CovaryError, match=r"round must be more than 7, .* got 1. .* open another"):
         tracked(log)
     log.close()
     log.close()

@@ -110,11 +110,27 @@ def mlflow(
         run = client.create_run(within, run_name=name).info.run_id
         client.log_batch(run, params=[Param(key, str(value)) for key, value in settings.items()])
 
+    waiting: list[Metric] = []
+    flushed = 0.0
+
+    def flush() -> None:
+        nonlocal flushed
+        while waiting:
+            client.log_batch(run, metrics=waiting[:1000])  # the most it takes
+            del waiting[:1000]
+        flushed = time.monotonic()
+
     def send(round: int, metrics: dict[str, float]) -> None:
         now = int(1000 * time.time())
-        client.log_batch(run, metrics=[Metric(key, value, now, round) for key, value in metrics.items()])
+        waiting.extend(Metric(key, value, now, round) for key, value in metrics.items())
+        if time.monotonic() - flushed > 1:  # a call takes as long as many a round: fast ones share it
+            flush()
 
-    return Tracker(send, lambda failed: client.set_terminated(run, "FAILED" if failed else "FINISHED"))
+    def end(failed: bool) -> None:
+        flush()
+        client.set_terminated(run, "FAILED" if failed else "FINISHED")
+
+    return Tracker(send, end)
 
 
 def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **options: Any) -> Tracker:
