@@ -31,7 +31,8 @@ def main():
     table = pd.read_csv(io.StringIO(made_up_csv()))
     features = table[["age", "pressure", "cholesterol"]]
     features = (features - features.mean()) / features.std()
-    features = features.assign(unknown=features["cholesterol"].isna()).fillna(0.0)  # 0 is the mean, and a flag says so
+    features["unknown"] = table["cholesterol"].isna()
+    features = features.fillna(0.0)  # 0 is the mean now, and the flag says that it was put in
     x, y = features.to_numpy(float), table["ill"].to_numpy(int)
 
     data = cv.partition.by_group(x, y, table["hospital"])

@@ -44,6 +44,17 @@ def test_tensorboard_event_files_hold_the_history(tmp_path):
     assert len(kept["bytes_up"]) == 7
 
 
+def test_two_runs_in_one_folder_keep_both(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for round in (1, 2):
+        with cv.trackers.tensorboard(tmp_path) as log:
+            log(round, {"loss": 1.0})
+    files = EventAccumulator(str(tmp_path))
+    files.Reload()
+    assert sorted(event.step for event in files.Scalars("loss")) == [1, 2]
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """An MLflow store: making its tables takes seconds, so the tests share one."""
@@ -85,8 +96,10 @@ def test_mlflow_says_which_run_failed(store):
 
 def wandb_records(folder):
     """The records of an offline run: a LevelDB log of 32 KiB blocks, whose parts have checksum, length and kind."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its process ends, and with it what it still writes
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     content, at, record = file.read_bytes(), 7, b""
     while at < len(content):
@@ -101,16 +114,22 @@ def wandb_records(folder):
             record = b""
 
 
-def test_wandb_keeps_the_history_and_the_parameters(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def wandb_here(tmp_path, monkeypatch):
+    """wandb, offline and with all its files in the test's folder."""
     import wandb
 
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "other"))
-    with cv.trackers.wandb("trial", PARAMS, mode="offline", dir=tmp_path) as log:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return wandb
+
+
+def test_wandb_keeps_the_history_and_the_parameters(wandb_here, tmp_path, capfd):
+    with cv.trackers.wandb("trial", PARAMS, dir=tmp_path) as log:
         run = tracked(log)
-    wandb.teardown()  # its own process
     assert capfd.readouterr() == ("", "")
-    assert wandb.run is None
+    assert wandb_here.run is None
     rows, config = {}, {}
     for record in wandb_records(tmp_path):
         if record.WhichOneof("record_type") == "run":
@@ -123,6 +142,14 @@ def test_wandb_keeps_the_history_and_the_parameters(tmp_path, monkeypatch, capfd
                     rows.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
     assert rows == told(run)
     assert config.items() >= PARAMS.items()
+
+
+def test_wandb_says_which_run_failed(wandb_here, tmp_path):
+    log = cv.trackers.wandb(dir=tmp_path)
+    with pytest.raises(ZeroDivisionError), log:
+        log(1, {"loss": 1 / 0})
+    codes = [r.exit.exit_code for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "exit"]
+    assert codes == [1]
 
 
 def test_a_tracker_takes_one_run_and_nothing_after_its_end(tmp_path):
@@ -150,6 +177,15 @@ def test_what_is_no_folder_and_no_dict_is_refused(tmp_path):
     for function in (cv.trackers.mlflow, cv.trackers.wandb):
         with pytest.raises(cv.CovaryError, match="params must be a dict"):
             function(params=[("eta_l", 0.1)])
+
+
+def test_mlflow_without_a_database_library_says_what_is_missing(tmp_path):
+    code = (
+        "import sys; sys.modules['sqlalchemy'] = None\nimport covary as cv; cv.trackers.mlflow(uri='sqlite:///runs.db')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert "CovaryError: MLflow cannot open its store" in done.stderr
+    assert "pip install 'covary[mlflow]'" in done.stderr
 
 
 def test_importing_covary_imports_no_tracker():

@@ -71,7 +71,8 @@ def tensorboard(folder: str | Path) -> Tracker:
     with _needed("tensorboard"):
         from tensorboardX import SummaryWriter
     try:
-        writer = SummaryWriter(str(path("folder", folder)))
+        # a file of its own: its usual name counts in seconds, and a second writer would take the first one's file
+        writer = SummaryWriter(str(path("folder", folder)), filename_suffix=f".{time.time_ns()}")
     except OSError as error:
         raise refused("folder", "one that can be written to", str(error), "Give another.") from None
 
@@ -103,8 +104,13 @@ def mlflow(
     with _needed("mlflow"), _quiet("mlflow.store.db.utils"):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
 
-        client = MlflowClient(tracking_uri=uri)
+        try:
+            client = MlflowClient(tracking_uri=uri)
+        except MlflowException as error:
+            local = "A local store is uri='sqlite:///FILE' and needs pip install 'covary[mlflow]'."
+            raise CovaryError(f"MLflow cannot open its store. {local} MLflow says: {error}") from None
         found = client.get_experiment_by_name(experiment)
         within = client.create_experiment(experiment) if found is None else found.experiment_id
         run = client.create_run(within, run_name=name).info.run_id
