@@ -116,17 +116,17 @@ def wandb_records(folder):
 
 @pytest.fixture
 def wandb_here(tmp_path, monkeypatch):
-    """wandb, offline and with all its files in the test's folder."""
+    """wandb, begun anew with all its files in the test's folder."""
     import wandb
 
+    wandb.teardown()
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "other"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
     return wandb
 
 
 def test_wandb_keeps_the_history_and_the_parameters(wandb_here, tmp_path, capfd):
-    with cv.trackers.wandb("trial", PARAMS, dir=tmp_path) as log:
+    with cv.trackers.wandb("trial", PARAMS, mode="offline", dir=tmp_path) as log:
         run = tracked(log)
     assert capfd.readouterr() == ("", "")
     assert wandb_here.run is None
@@ -145,7 +145,7 @@ def test_wandb_keeps_the_history_and_the_parameters(wandb_here, tmp_path, capfd)
 
 
 def test_wandb_says_which_run_failed(wandb_here, tmp_path):
-    log = cv.trackers.wandb(dir=tmp_path)
+    log = cv.trackers.wandb(mode="offline", dir=tmp_path)
     with pytest.raises(ZeroDivisionError), log:
         log(1, {"loss": 1 / 0})
     codes = [r.exit.exit_code for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "exit"]

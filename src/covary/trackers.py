@@ -98,7 +98,10 @@ def mlflow(
         uri: a server, or a local store as "sqlite:///FILE"; by default what MLflow is set to (MLFLOW_TRACKING_URI),
             else `mlflow.db` in this folder.
 
-    Use it as `with cv.trackers.mlflow(params={"eta_l": 0.1}) as log: cv.simulate(..., log=log)`.
+    >>> import tempfile, covary as cv
+    >>> uri = f"sqlite:///{tempfile.mkdtemp()}/runs.db"
+    >>> with cv.trackers.mlflow(params={"eta_l": 0.1}, uri=uri) as log:
+    ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
     settings = _settings(params)
     with _needed("mlflow"), _quiet("mlflow.store.db.utils"):
@@ -147,7 +150,9 @@ def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **op
         params: what to keep beside the metrics, such as {"algorithm": "scaffold", "eta_l": 0.1}.
         options: any others of `wandb.init`, such as name="first" or mode="offline".
 
-    Use it as `with cv.trackers.wandb(params={"eta_l": 0.1}) as log: cv.simulate(..., log=log)`.
+    >>> import tempfile, covary as cv
+    >>> with cv.trackers.wandb(params={"eta_l": 0.1}, mode="offline", dir=tempfile.mkdtemp()) as log:
+    ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
     settings = _settings(params)
     with _needed("wandb"):
