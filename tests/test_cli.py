@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, covary
+from helpers import covary
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
@@ -84,12 +84,6 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     refused = covary(*again[1:], "--eta-l", "0.5", cwd=tmp_path)
     assert refused.returncode == 2
     assert "eta_l was 0.3 and is 0.5" in refused.stderr
-
-
-def test_the_one_file_example_runs(tmp_path):
-    script = ROOT / "examples" / "scaffold_one_file.py"
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert "SCAFFOLD at x" in result.stdout
 
 
 def test_bench_works(tmp_path):

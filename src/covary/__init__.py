@@ -1,6 +1,6 @@
 """covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
 
-from covary import models, theory
+from covary import models, theory, trackers
 from covary.algorithm import Algorithm, Exchange
 from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
 from covary.data import datasets, partition
@@ -43,5 +43,6 @@ __all__ = [
     "supervised",
     "sweep",
     "theory",
+    "trackers",
     "vrl_sgd",
 ]

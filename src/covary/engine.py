@@ -52,7 +52,8 @@ class History:
         rows["round"] = np.arange(self.rounds + 1, self.rounds + count + 1)
         self.rounds += count
         replied = (rows["cohort"] >= 0).sum(axis=1)
-        self.parts.append(rows | {"bytes_down": replied * bytes_down, "bytes_up": replied * bytes_up})
+        rows |= {"bytes_down": replied * bytes_down, "bytes_up": replied * bytes_up}
+        self.parts.append(rows)
         if self.log is not None:
             for at, number in enumerate(rows["round"]):
                 told = {name: float(v[at]) for name, v in rows.items() if v.ndim == 1 and name != "round"}

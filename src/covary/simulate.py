@@ -104,7 +104,8 @@ def simulate(
             w_r = (1 - q)^(1 - r); the theorems use q = mu K eta_l eta_g / 2.
         eval_every: measure loss, metrics, drift, control error and control lag every so many rounds (and in the last);
             they are NaN in between.
-        log: called as `log(round, values)` for each round, in order, while the run goes on.
+        log: called as `log(round, values)` for each round, in order, while the run goes on; a tracker of
+            `covary.trackers` is such a function.
         store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder of your
             own; by default the first of these that has room.
         devices: over how many devices to spread the cohort; by default as many as help.
