@@ -2,26 +2,40 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs deploy-demo clean
+.PHONY: demo test docs wheel deploy-demo screenshots clean
 
 demo: .venv/installed
-	$(BIN)/covary compare
+	$(BIN)/covary compare --open
 
 deploy-demo: .venv/installed-dev
 	$(BIN)/python examples/deploy_demo.py
 
-test: .venv/installed-dev
+test: .venv/installed-dev .venv/axe
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(MAKE) docs
 	$(BIN)/pytest
+	$(MAKE) wheel
 
 docs: .venv/installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The wheel and the sdist, and the wheel in an empty environment.
+wheel: .venv/installed-dev
+	rm -rf dist .venv/empty
+	$(BIN)/python -m build --outdir dist > /dev/null
+	$(PYTHON) -m venv .venv/empty
+	.venv/empty/bin/pip install --quiet dist/*.whl
+	cd .venv/empty && bin/covary compare --seeds 1 --rounds 30 --quiet --json | bin/python -m json.tool > /dev/null
+	ls -l dist
+	rm -rf .venv/empty
+
+screenshots: .venv/installed-dev
+	$(BIN)/python docs/screenshots.py
 
 clean:
-	rm -rf .venv site
+	rm -rf .venv site dist
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -38,3 +52,8 @@ clean:
 	@echo "Installing covary, what it needs and what tests it into .venv (once) ..."
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@ .venv/installed
+
+.venv/axe: .venv/made
+	@npm install --silent --no-save --prefix .venv axe-core@4.14.0 \
+	  || echo "npm is not here: the test of accessibility is skipped."
+	@touch $@

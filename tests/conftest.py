@@ -19,7 +19,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["all at once", "eight devices", "disk store on three devices"])  # test_engine.py has all
 def every_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cv.simulate` in one of the modes."""
     monkeypatch.setattr(cv, "simulate", functools.partial(cv.simulate, **MODES[request.param]))

@@ -78,9 +78,10 @@ def plain_server(
 
 
 def covary(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command line in a fresh process, in float32 as users have it."""
+    """The command line in a fresh process, in float32 and fully compiled, as users have it."""
     command = [sys.executable, "-m", "covary", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
 
 
 DATA = Path(os.environ.get("COVARY_DATA", ROOT.parent / "shared" / "data"))

@@ -18,6 +18,7 @@ def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
         assert name in result.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"Report: {(folder / 'report.html').relative_to(tmp_path)}" in result.stdout
     records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     cells = [r for r in records if r["kind"] == "cell"]
     assert len(cells) == 12
@@ -54,7 +55,7 @@ def test_errors_are_one_line_and_exit_code_2(args, says, tmp_path):
 def test_a_diverging_run_says_so_and_fails(tmp_path):
     result = covary("run", "fedavg", "--eta-l", "1e38", "--rounds", "5", cwd=tmp_path)
     assert result.returncode == 1
-    assert "diverged in round" in result.stdout
+    assert "diverged in round" in result.stderr
 
 
 def test_a_torn_line_and_rounds_done_twice_are_gone_when_a_run_goes_on(tmp_path):
@@ -76,8 +77,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    told, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
     again = shlex.split(told.splitlines()[-1])
     assert again[:6] == ["covary", "run", "scaffold", "--rounds", "20000", "--similarity"]
     assert "--resume" in again
@@ -87,15 +88,14 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
 
 
 def test_bench_works(tmp_path):
-    done = covary("bench", "rounds", "sweep", "growth", "--quick", "--no-peers", cwd=tmp_path)
+    done = covary("bench", "rounds", "sweep", "--quick", "--no-peers", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "One round of W1" in done.stdout
     assert "Sweep of 24" in done.stdout
-    assert "resident" in done.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert records[0]["jax"]
-    assert all(r["seconds"] > 0 for r in records[1:] if r["what"] in ("round", "sweep", "clients", "linear"))
+    assert all(r["seconds"] > 0 for r in records[1:] if r["what"] in ("round", "sweep"))
     assert (folder / "speed.png").stat().st_size > 10_000
 
 

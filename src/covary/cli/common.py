@@ -13,6 +13,7 @@ import typer
 
 from covary import algorithms
 from covary.algorithm import Algorithm
+from covary.cli.problems import Divided
 from covary.cli.terminal import Terminal, open_in_browser
 from covary.errors import CovaryError, refused
 from covary.report.folder import RunFolder
@@ -41,7 +42,12 @@ PerRound = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(help="Steps K of each client.")]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the local data instead. \\[default: 5]")]
-Batch = Annotated[float, typer.Option(help="Examples a batch, a fraction in (0, 1), or 0 for all.")]
+Batch = Annotated[
+    float | None,
+    typer.Option(
+        help="Examples a batch, a fraction in (0, 1), or 0 for all. \\[default: 0.2; 0 where a client has under 5]"
+    ),
+]
 Hidden = Annotated[int, typer.Option(help="Hidden units of a 2-layer network; 0: logistic regression.")]
 WarmStart = Annotated[bool, typer.Option("--warm-start", help="Set c_i = g_i(x^0) first (scaffold).")]
 Weights = Annotated[str, typer.Option(help="uniform or examples.")]
@@ -166,27 +172,20 @@ def training(
     clients_per_round: float | None,
     local_steps: int | None,
     local_epochs: int | None,
-    batch_size: float,
+    batch_size: float | None,
     warm_start: bool,
     weights: str,
     target: float | None,
-    natural: bool = False,
+    of: Divided,
 ) -> dict[str, Any]:
     """The options of a training run, as `simulate` and `sweep` take them."""
-    if clients_per_round is None:
-        clients_per_round = 0.0 if natural else 0.2
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
     return {
-        "clients_per_round": number_or_fraction(clients_per_round) if clients_per_round else None,
+        **of.sampling(clients_per_round, batch_size),
         "local_steps": local_steps,
         "local_epochs": 5 if local_epochs is None and local_steps is None else local_epochs,
-        "batch_size": number_or_fraction(batch_size) if batch_size != 0 else None,
         "warm_start": warm_start,
         "weights": weights,
         "target": None if target is None else ("accuracy", target),
     }
-
-
-def number_or_fraction(value: float) -> int | float:
-    return int(value) if float(value).is_integer() else value

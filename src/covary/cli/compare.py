@@ -11,7 +11,7 @@ import typer
 
 from covary.checks import whole
 from covary.cli import common
-from covary.cli.terminal import Terminal, told
+from covary.cli.terminal import Terminal, best
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
@@ -55,7 +55,7 @@ def compare(
         with terminal.progress("cells", len(SETTINGS), len(done)) as progress:
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
-                progress.within(cell, number, rounds, f"best {told(values)}, {values['running']:g} runs going on")
+                progress.within(", ".join(cell.split(", ")[:2]), number, rounds, best(values))
 
             todo = [setting for setting in SETTINGS if setting not in done]
             for number, (cell, curves) in enumerate(cells(todo, budget, target, log, folder.checkpoint), 1 + len(done)):

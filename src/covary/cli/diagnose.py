@@ -35,7 +35,7 @@ def diagnose(
     ] = None,
     local_steps: Annotated[int | None, typer.Option(help="K, if it is settled.")] = None,
     max_local_steps: Annotated[int, typer.Option(help="The most local steps to consider.")] = 100,
-    batch_size: common.Batch = 0.2,
+    batch_size: common.Batch = None,
     weights: common.Weights = "uniform",
     target: Annotated[float | None, typer.Option(help="The test accuracy you want to reach.")] = None,
     target_loss: Annotated[float | None, typer.Option(help="The training loss you want to reach, instead.")] = None,
@@ -70,13 +70,7 @@ def diagnose(
     problem = of.problem(hidden)
     for note in of.notes:
         terminal.say(note, style="dim")
-    if clients_per_round is None:
-        clients_per_round = 0.0 if of.natural else 0.2
-    options: dict[str, Any] = {
-        "clients_per_round": common.number_or_fraction(clients_per_round) if clients_per_round else None,
-        "batch_size": common.number_or_fraction(batch_size) if batch_size else None,
-        "weights": weights,
-    }
+    options: dict[str, Any] = {**of.sampling(clients_per_round, batch_size), "weights": weights}
     title = f"{of.title}: {problem.n_clients} clients, {'2-layer network' if hidden else 'logistic regression'}"
     checked = None
     try:

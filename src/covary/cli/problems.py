@@ -58,11 +58,24 @@ class Divided:
         model = mlp(features, hidden, classes) if hidden else logistic_regression(features, classes)
         return supervised(model, self.data, self.test)
 
+    def sampling(self, clients_per_round: float | None, batch_size: float | None) -> dict[str, int | float | None]:
+        """How many clients a round and examples a batch: as given, or what suits the data."""
+        if clients_per_round is None:
+            clients_per_round = 0 if self.natural else 0.2
+        if batch_size is None:
+            batch_size = 0.2 if self.data.sizes.min() >= 5 else 0
+        return {"clients_per_round": _count(clients_per_round), "batch_size": _count(batch_size)}
+
     def described(self) -> dict[str, Any]:
         """For the report: how many examples of each label each client has."""
         from covary.report.runs import clients_of
 
         return clients_of(self.data, self.title) | {"names": self.clients, "labels": self.labels}
+
+
+def _count(value: float) -> int | float | None:
+    """A whole number, a fraction, or None for all where it is 0."""
+    return None if value == 0 else int(value) if float(value).is_integer() else value
 
 
 def divided(

@@ -11,7 +11,7 @@ import typer
 
 from covary.checks import whole
 from covary.cli import common
-from covary.cli.terminal import Terminal, told
+from covary.cli.terminal import Terminal, best
 from covary.errors import refused
 from covary.report.folder import RunFolder
 
@@ -96,7 +96,7 @@ def _reproduce(
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
                 most = most_rounds(name, quick)
-                progress.within(cell, number, most, f"best {told(values)}, {values['running']:g} runs going on")
+                progress.within(cell, number, most, best(values))
 
             for number in run_table(name, data, folder, command, quick, paper_white, seeds, log):
                 progress.update(number)

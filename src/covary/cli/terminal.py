@@ -25,6 +25,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from covary.checkpoint import CheckpointWarning
@@ -65,9 +66,17 @@ class Terminal:
         if not self.err.is_terminal or self.quiet:
             yield Lines(self, unit, total)
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24))
-        counts = (MofNCompleteColumn(), TextColumn("{task.fields[unit]}"), Speed(), TimeRemainingColumn(compact=True))
-        with Progress(*columns, *counts, console=self.err, transient=True) as progress:
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # on a narrow terminal the words give way
+        what = TextColumn("{task.description}", markup=False, table_column=rest)
+        columns = (
+            SpinnerColumn(),
+            what,
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+        )
+        times = (Speed(), TimeRemainingColumn(compact=True))
+        with Progress(*columns, *times, console=self.err, transient=True, expand=True) as progress:
             yield Bar(progress, unit, total, done)
 
     @contextlib.contextmanager
@@ -103,7 +112,7 @@ class Bar:
         self.name = ""
 
     def update(self, done: int | None = None, what: str | None = None) -> None:
-        self.progress.update(self.whole, completed=done, description=what)
+        self.progress.update(self.whole, completed=done, description=what if self.part is None else "")
 
     def within(self, name: str, done: int, total: int, what: str) -> None:
         if name != self.name:
@@ -157,6 +166,16 @@ def told(values: dict[str, float]) -> str:
     skipped = ("drift", "control_error", "control_lag", "bytes_up", "bytes_down", "running")
     shown = {name: value for name, value in values.items() if name not in skipped and value == value}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+
+
+def best(values: dict[str, float]) -> str:
+    """The best so far of several runs in a few words: the loss only where there is nothing else.
+
+    >>> best({"running": 4.0, "loss": 0.25, "accuracy": 0.9})
+    'best accuracy 0.9  4 runs'
+    """
+    own = {name: value for name, value in values.items() if name not in ("loss", "running")}
+    return f"best {told(own or values)}  {values['running']:g} runs"
 
 
 def open_in_browser(page: Path | str) -> None:

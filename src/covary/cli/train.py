@@ -16,7 +16,7 @@ from covary import trackers
 from covary.checks import whole
 from covary.cli import common, problems
 from covary.cli.common import factory_of
-from covary.cli.terminal import Terminal, told
+from covary.cli.terminal import Terminal, best, told
 from covary.errors import CovaryError, refused
 from covary.report.folder import RunFolder
 from covary.sweep import Sweep
@@ -43,7 +43,7 @@ def run(
     clients_per_round: common.PerRound = None,
     local_steps: common.Steps = None,
     local_epochs: common.Epochs = None,
-    batch_size: common.Batch = 0.2,
+    batch_size: common.Batch = None,
     hidden: common.Hidden = 0,
     warm_start: common.WarmStart = False,
     weights: common.Weights = "uniform",
@@ -76,9 +76,7 @@ def run(
     tracker = _tracker(track)
     of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
     problem = of.problem(hidden)
-    options = common.training(
-        clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of.natural
-    )
+    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of)
     options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
     for note in of.notes:
         terminal.say(note, style="dim")
@@ -133,7 +131,7 @@ def sweep(
     clients_per_round: common.PerRound = None,
     local_steps: common.Steps = None,
     local_epochs: common.Epochs = None,
-    batch_size: common.Batch = 0.2,
+    batch_size: common.Batch = None,
     hidden: common.Hidden = 0,
     warm_start: common.WarmStart = False,
     weights: common.Weights = "uniform",
@@ -163,9 +161,7 @@ def sweep(
         grid["eta_g"] = _numbers("--eta-g", eta_g)
     of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
     problem = of.problem(hidden)
-    options = common.training(
-        clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of.natural
-    )
+    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of)
     whole("--rounds", rounds, 1)
     whole("--seeds", seeds, 1)
     options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1), "race": race}
@@ -178,7 +174,7 @@ def sweep(
             progress.update(what="compiling")
 
             def log(number: int, values: dict[str, float]) -> None:
-                progress.update(number, f"{algorithm}  best {told(values)}  {values['running']:g} runs going on")
+                progress.update(number, f"{algorithm}  {best(values)}")
 
             options |= {"log": log, "checkpoint": folder.checkpoint, "measure_loss": True}
             tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, **options)
@@ -186,8 +182,8 @@ def sweep(
         seconds = time.perf_counter() - started
         terminal.show(sweep_table(tried, f"{algorithm} on {of.title}: {len(tried.table)} runs in {seconds:.1f} s"))
         terminal.written("Raw results", folder.results)
-        best = tried.points[tried.best()]
-        answer = {"algorithm": algorithm, "data": of.title, "seconds": seconds, "best": best, "table": tried.table}
+        chosen = tried.points[tried.best()]
+        answer = {"algorithm": algorithm, "data": of.title, "seconds": seconds, "best": chosen, "table": tried.table}
         terminal.answer(answer | common.places(folder))
 
 

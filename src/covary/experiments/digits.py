@@ -49,6 +49,6 @@ def compare(
 
 def _counted(accuracy: np.ndarray, target: float) -> dict[str, Any]:
     """For every seed, the first round that met the target, and the best accuracy."""
-    met = np.float32(accuracy) >= np.float32(target)
+    met = accuracy.astype(np.float32) >= np.float32(target)  # as it was measured
     reached = [int(seed.argmax()) + 1 if seed.any() else None for seed in met]
     return {"rounds": reached, "accuracy": np.nanmax(accuracy, axis=1).tolist()}

@@ -93,12 +93,12 @@ def most_rounds(name: str, quick: bool) -> int:
     return (TABLES[name].QUICK if quick else TABLES[name].FULL).rounds
 
 
-def complete(records: list[dict[str, Any]]) -> bool:
-    """Whether nothing is missing: every curve of the figure, or every cell of the table."""
+def missing(records: list[dict[str, Any]]) -> int:
+    """How many curves of the figure, or cells of the table, are not there yet."""
     header, name = records[0], records[0].get("experiment")
     if name == "fig3":
-        return len(records) - 1 == fig3.CURVES
-    return sum(record.get("kind") == "cell" for record in records) == cells_of(str(name), header["quick"])
+        return fig3.CURVES + 1 - len(records)
+    return cells_of(str(name), header["quick"]) - sum(record.get("kind") == "cell" for record in records)
 
 
 def outcome(folder: RunFolder) -> Outcome:
@@ -107,9 +107,10 @@ def outcome(folder: RunFolder) -> Outcome:
     name = records[0].get("experiment")
     if name not in EXPERIMENTS:
         raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a folder that covary reproduce made.")
-    if not complete(records):
+    if missing(records):
         raise CovaryError(
-            f"{folder.path} is not finished. Finish it: covary reproduce {name} --checkpoint {folder.path}"
+            f"{folder.path} lacks {missing(records)} cells. Finish it: covary reproduce {name} --checkpoint "
+            f"{folder.path}"
         )
     return outcome_of(records)
 

@@ -31,7 +31,7 @@ SIMILARITIES = (0.0, 0.1, 1.0)
 EPOCHS = (1, 5, 10, 20)
 CENTRE = {"sgd": 0.1, "fedavg": 0.0316, "fedprox": 0.0316, "scaffold": 0.0316}  # of the grid of step-sizes
 FULL = Budget()
-QUICK = Budget(clients=20, examples=6000, test_examples=2000, rounds=200, seeds=(0,), step_sizes=3)
+QUICK = Budget(clients=20, examples=3000, test_examples=1000, rounds=200, seeds=(0,), step_sizes=3)
 QUICK_TARGET, QUICK_EPOCHS = 0.35, (1, 5)
 
 

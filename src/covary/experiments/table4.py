@@ -25,7 +25,7 @@ PAPER = {  # the paper's own numbers; None: more than 1,000
     ("fedavg", 0.1): (12, 17, 35),
 }
 FULL = Budget()
-QUICK = Budget(clients=20, examples=6000, test_examples=2000, rounds=200, seeds=(0,), step_sizes=3)
+QUICK = Budget(clients=20, examples=3000, test_examples=1000, rounds=200, seeds=(0,), step_sizes=3)
 QUICK_TARGET, QUICK_FRACTIONS = 0.3, (0.2, 0.05)
 
 

@@ -65,7 +65,8 @@ def page(folders: Sequence[Path], target: float | None = None, version: str | No
         ("configuration", "Configuration", "".join(map(configuration, stories))),
     ]
     sections = [(anchor, heading, content) for anchor, heading, content in sections if content]
-    data = {"version": version, "log_x": False, "metrics": _metrics(lines, goal), "panels": _panels(lines)}
+    long = any(line.columns[name].shape[1] >= 100 for line in lines for name in line.metrics)
+    data = {"version": version, "log_x": long, "metrics": _metrics(lines, goal), "panels": _panels(lines)}
     title = stories[0].title if len(stories) == 1 else f"{len(stories)} runs"
     parts = {
         "title": escape(title),

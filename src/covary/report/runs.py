@@ -43,7 +43,8 @@ class Line:
         """For each seed, the first round that met the value."""
         if metric not in self.columns:
             return [None]
-        met = direction(metric) * (np.float32(self.columns[metric]) - np.float32(value)) >= 0  # as it was measured
+        seen = self.columns[metric].astype(np.float32)  # as it was measured
+        met = direction(metric) * (seen - np.float32(value)) >= 0
         return [int(np.argmax(seed)) + 1 if seed.any() else None for seed in met]
 
 
@@ -161,10 +162,10 @@ def of_compare(records: list[dict[str, Any]], about: dict[str, Any], settings: d
 
 
 def of_reproduce(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    from covary.experiments.reproduce import TITLES, complete, outcome_of
+    from covary.experiments.reproduce import TITLES, missing, outcome_of
 
     name, lines, tables, claims = str(settings["experiment"]), [], [], []
-    if records and complete(records):
+    if records and not missing(records):
         result = outcome_of(records)
         note = f"{result.seconds:.0f} s on {result.header['device']}, compilation included."
         rows: list[Row] = [[(cell, _leading_number(cell)) for cell in row] for row in result.table[1]]
