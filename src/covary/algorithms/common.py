@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from covary.algorithm import Exchange
@@ -51,7 +52,7 @@ def send_change(local: Any, down: Any, client: Any, full_grad: Any, K: Any) -> t
     return Change(local.y - down.x), client
 
 
-def average_models(eta_g: Any):
+def average_models(eta_g: Any) -> Callable[..., Any]:
     """x <- x + eta_g mean(dy), the second line of FedAvg."""
 
     def aggregate(server: Any, mean: Change, fraction: Any) -> Any:

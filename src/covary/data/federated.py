@@ -34,9 +34,9 @@ class FederatedData:
     streamed = False  # True where the data is read from a folder, a cohort at a time
 
     def __init__(self, examples: Any, sizes: Sequence[int] | np.ndarray):
-        self.examples = jax.tree.map(np.asarray, examples)
+        self.examples: Any = jax.tree.map(np.asarray, examples)
         try:
-            self.sizes = np.asarray(sizes)
+            self.sizes: np.ndarray = np.asarray(sizes)
         except ValueError:
             raise refused("sizes", "a list of whole numbers, one a client", sizes, "Count the examples.") from None
         leaves = jax.tree_util.tree_leaves_with_path(self.examples)

@@ -53,7 +53,9 @@ def read_idx(path: Path, kind: str, fix: str, official: Mapping[str, Official] |
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def read_pair(images: Path, labels: Path, fix: str, official: Mapping[str, Official] | None = None):
+def read_pair(
+    images: Path, labels: Path, fix: str, official: Mapping[str, Official] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Images of shape (n, height, width) and their n labels."""
     x, y = read_idx(images, "images", fix, official), read_idx(labels, "labels", fix, official)
     if len(x) != len(y):
