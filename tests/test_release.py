@@ -1,0 +1,29 @@
+"""What a release promises about itself."""
+
+import re
+import subprocess
+import sys
+
+import yaml
+from helpers import ROOT
+
+import covary as cv
+
+
+def test_one_version_everywhere():
+    newest = re.search(r"## \[(\d.*?)\] - (\d{4}-\d\d-\d\d)", (ROOT / "CHANGELOG.md").read_text())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert newest[1] == citation["version"] == cv.__version__
+    assert newest[2] == str(citation["date-released"])
+
+
+def test_what_is_not_needed_at_once_is_not_imported_at_once():
+    heavy = ["matplotlib", "sklearn", "pandas", "torch", "flwr", "mlflow", "wandb", "tensorboardX", "flax", "typer"]
+    code = f"import sys, covary; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_explained():
+    for name in cv.__all__:
+        assert getattr(cv, name).__doc__, name
