@@ -8,6 +8,7 @@ from covary.data.federated import FederatedData
 from covary.devices import configure
 from covary.errors import CovaryError, DivergenceWarning
 from covary.problem import Problem, lower_bound, quadratics, supervised
+from covary.report.page import write_report
 from covary.simulate import Run, simulate
 from covary.sweep import Sweep, sweep
 from covary.theory import Diagnosis, diagnose
@@ -45,4 +46,5 @@ __all__ = [
     "theory",
     "trackers",
     "vrl_sgd",
+    "write_report",
 ]

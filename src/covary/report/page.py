@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from covary.checks import path as checked_path
 from covary.durable import replace
+from covary.errors import refused
 from covary.report.runs import Line, Story, read
 from covary.report.sections import claims, clients, configuration, diagnosis, measured, table, targets
+from covary.simulate import Run
 
 MOST_POINTS = 1500  # of a curve
 KNOWN = {"sgd": 0, "fedavg": 1, "fedprox": 2, "scaffold": 3, "mime": 4, "feddyn": 5, "dane": 6, "vrl_sgd": 7}
@@ -50,9 +54,44 @@ def write_page(folders: Sequence[Path], path: Path, target: float | None = None)
     replace(path, page(folders, target).encode())
 
 
+def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, float] | None = None) -> None:
+    """Write the report of runs that `simulate` returned to one HTML file, which needs no network to be read.
+
+    Args:
+        path: the file.
+        runs: what to call them, and the runs. Those of one algorithm with several seeds are best told apart by name.
+        target: count the rounds to it, such as ("accuracy", 0.9); by default to the best accuracy that all reach.
+
+    >>> import tempfile, covary as cv
+    >>> problem = cv.lower_bound(G=10)
+    >>> runs = {a.name: cv.simulate(a, problem, 20, local_steps=5, x0=1.0) for a in (cv.fedavg(0.1), cv.scaffold(0.1))}
+    >>> cv.write_report(tempfile.mkdtemp() + "/report.html", runs, target=("loss", 1e-3))
+    """
+    place = checked_path("path", path)
+    if not isinstance(runs, Mapping) or not runs or not all(isinstance(run, Run) for run in runs.values()):
+        raise refused("runs", "a dict of names and Runs", repr(runs)[:80], 'Try {"scaffold": run}.')
+    if target is not None and not all(len(target) == 2 and target[0] in run.history for run in runs.values()):
+        raise refused("target", "a column of every run's history and a value", target, 'Try ("loss", 0.1).')
+    lines = [
+        Line(str(name), "", {key: column[None] for key, column in run.history.items() if column.ndim == 1})
+        for name, run in runs.items()
+    ]
+    settings = {str(name): str(run.algorithm) for name, run in runs.items()}
+    title = " and ".join(settings) if len(settings) < 3 else f"{len(settings)} runs"
+    story = Story(title, title, "", settings, {}, f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}", lines)
+    try:
+        replace(place, _html([story], target, None).encode())
+    except OSError as error:
+        raise refused("path", "a file that can be written", f"{place} ({error.strerror})", "Choose another.") from None
+
+
 def page(folders: Sequence[Path], target: float | None = None, version: str | None = None) -> str:
     """The report of one or several run folders; with a `version`, it asks its server for newer ones."""
     stories = [story for folder in folders for story in read(folder)]
+    return _html(stories, None if target is None else ("accuracy", target), version)
+
+
+def _html(stories: Sequence[Story], target: tuple[str, float] | None, version: str | None) -> str:
     lines = _told_apart(stories)
     goal = _goal(stories, lines, target)
     sections = [
@@ -109,10 +148,12 @@ def _told_apart(stories: Sequence[Story]) -> list[Line]:
     return named
 
 
-def _goal(stories: Sequence[Story], lines: Sequence[Line], target: float | None) -> tuple[str, float] | None:
+def _goal(
+    stories: Sequence[Story], lines: Sequence[Line], target: tuple[str, float] | None
+) -> tuple[str, float] | None:
     """What rounds are counted to: as asked, as the runs were told, or the best accuracy that all of them reach."""
     if target is not None:
-        return ("accuracy", target)
+        return target
     goals = {story.target for story in stories if story.target is not None}
     if len(goals) == 1:
         return goals.pop()
@@ -164,15 +205,18 @@ def _panels(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _styles(lines: Sequence[Line]) -> dict[str, dict[str, int]]:
-    """A colour for each name, an algorithm's own where it is one's name, and dashes once the colours are used up."""
-    names, styles, used = list(dict.fromkeys(line.name for line in lines)), {}, 0
+    """A colour and a dash for each name: an algorithm has a colour of its own on every page, and its runs differ by
+    their dashes; where there is one algorithm alone, or too many runs of one, colours are dealt out in turn."""
+    names = list(dict.fromkeys(line.name for line in lines))
+    families: dict[str, list[str]] = {}
     for name in names:
-        if name in KNOWN:
-            styles[name] = {"style": KNOWN[name], "dash": int(name == "sgd")}
-        else:
-            styles[name] = {"style": (3 + 5 * used) % 8, "dash": used // 8 % 4}
-            used += 1
-    return styles
+        families.setdefault(name.split(",")[0], []).append(name)
+    own = set(families) <= set(KNOWN) and max(map(len, families.values()), default=0) <= 4
+    if own and (len(families) > 1 or len(names) == 1):
+        dashes = {name: at for family in families.values() for at, name in enumerate(family)}
+        alone = {"sgd": 1} if families.get("sgd") == ["sgd"] else {}
+        return {name: {"style": KNOWN[name.split(",")[0]], "dash": alone.get(name, dashes[name])} for name in names}
+    return {name: {"style": (3 + 5 * at) % 8, "dash": at // 8 % 4} for at, name in enumerate(names)}
 
 
 def _curves(line: Line) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from covary.job import direction
-from covary.report.diagnosis import constants_of
 from covary.report.runs import Cell, Grid, Line, Row, Story
 
 
@@ -33,7 +32,7 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
     for line in lines:
         rivals = [other for other in lines if other.panel == line.panel]
         base = next((r for r in rivals if r.name == "sgd"), None) or max(rivals, key=lambda r: _finite(rounds[id(r)]))
-        over.add(base.name)
+        over.add("sgd" if base.name == "sgd" else "the slowest")
         mine, theirs, seen = rounds[id(line)], rounds[id(base)], line.rounds_to(metric, value)
         if mine is not None and mine == min(_finite(rounds[id(r)]) for r in rivals):
             marked.add(len(rows))
@@ -52,8 +51,8 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
         ]
         rows.append(row)
     header = [*(["problem"] if several else []), "line", *(["eta_l"] if step_sizes else [])]
-    base = f"over {over.pop()}" if len(over) == 1 else "over the slowest"
-    header += ["rounds", f"speed-up {base}", "bytes sent by then", f"best {metric}"]
+    base = over.pop() if len(over) == 1 else "sgd or the slowest"
+    header += ["rounds", f"speed-up over {base}", "bytes sent by then", f"best {metric}"]
     seeds = max(len(line.columns[metric]) for line in lines)
     note = f"Means over {seeds} seeds, with the least and the greatest. " if seeds > 1 else ""
     grid = Grid(
@@ -80,9 +79,8 @@ def _bytes(count: float) -> str:
 
 def table(grid: Grid, marked: set[int] | frozenset[int] = frozenset()) -> str:
     """A table that sorts by the column whose heading is pressed."""
-    numeric = [
-        bool(grid.rows) and all(isinstance(row[at], tuple) for row in grid.rows) for at in range(len(grid.header))
-    ]
+    columns = list(zip(*grid.rows, strict=True)) or [()] * len(grid.header)
+    numeric = [any(isinstance(cell, tuple) and cell[1] is not None for cell in column) for column in columns]
     head = "".join(
         f'<th scope="col"{" class=number" if number else ""}><button type="button">{escape(name)}</button></th>'
         for name, number in zip(grid.header, numeric, strict=True)
@@ -121,6 +119,8 @@ def claims(claims: Sequence[Any]) -> str:
 
 def diagnosis(found: dict[str, Any]) -> str:
     """The verdict, the advice with its reasons, the constants, the trial, and what to beware of."""
+    from covary.report.diagnosis import constants_of  # brings Rich, which importing covary need not
+
     advice = "".join(
         f'<tr><th scope="row">{name}</th><td>{escape(str(found[name]))}</td>'
         f"<td>{escape(str(found['reasons'].get(name, '')))}</td></tr>"

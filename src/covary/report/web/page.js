@@ -34,7 +34,7 @@ function short(value) {
   if (size >= 1e9) return +(value / 1e9).toPrecision(3) + " G";
   if (size >= 1e6) return +(value / 1e6).toPrecision(3) + " M";
   if (size >= 1e4) return +(value / 1e3).toPrecision(3) + " k";
-  return size < 1e-3 ? value.toExponential(1).replace("e-", "e−") : String(+value.toPrecision(4));
+  return size < 1e-3 ? value.toExponential(1).replace(".0e", "e").replace("e-", "e−") : String(+value.toPrecision(4));
 }
 
 // A scale takes values to [0, 1] and back.
@@ -282,6 +282,9 @@ function drawEverything(place) {
     place.append(element("div", {}, element("h3", {}, metric.title), element("p", { class: "note" }, metric.about), row));
   }
   place.classList.toggle("two", data.panels.length === 1);
+  const sent = data.panels.some((panel) => panel.lines.some((line) => line.sent.some((bytes) => bytes)));
+  document.getElementById("by").hidden = !sent;
+  if (!sent) view.x = "round";
   for (const radio of document.querySelectorAll("input[name=x]")) {
     radio.checked = radio.value === view.x;
     radio.addEventListener("change", () => { view.x = radio.value; zoom(null); });
