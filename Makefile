@@ -19,7 +19,7 @@ test: .venv/installed-dev .venv/axe
 	$(MAKE) wheel
 
 docs: .venv/installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel and the sdist, and the wheel in an empty environment.
 wheel: .venv/installed-dev
@@ -54,6 +54,5 @@ clean:
 	@touch $@ .venv/installed
 
 .venv/axe: .venv/made
-	@npm install --silent --no-save --prefix .venv axe-core@4.14.0 \
-	  || echo "npm is not here: the test of accessibility is skipped."
-	@touch $@
+	@npm install --silent --no-save --prefix .venv axe-core@4.14.0 && touch $@ \
+	  || echo "axe-core could not be installed with npm: the test of accessibility is skipped."

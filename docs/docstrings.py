@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from textwrap import dedent
 from typing import Any
 
 from griffe import Attribute, Docstring, Extension, Object
@@ -48,6 +49,7 @@ def as_markdown(text: str) -> str:
     text = re.sub(r"(?m)^ {4}(\w+(?:,\s+\w+)+): (.*(?:\n {5,}.*)*)", _each, text)
     text = re.sub(r"\$\$(.*?)\$\$", lambda found: f"\n```text\n{plain(found[1])}\n```\n", text, flags=re.DOTALL)
     text = re.sub(r"\$([^$\n]+)\$", lambda found: f"`{plain(found[1])}`", text)
+    text = re.sub(r"(?m)^Returns:\n((?: {4}.*\n?)+)", lambda found: f"**Returns.** {dedent(found[1])}", text)
     return re.sub(r"(?m)^(>>> .*(?:\n(?!\s*$).*)*)", r"```pycon\n\1\n```", text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from rich.text import Text
 
 WIDTH, HEIGHT = 108, 26
 IMAGES = Path(__file__).parent / "images"
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = shutil.which("chromium")
 
 
 def picture(screen: pyte.Screen) -> list[Text]:

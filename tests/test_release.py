@@ -18,7 +18,19 @@ def test_one_version_everywhere():
 
 
 def test_what_is_not_needed_at_once_is_not_imported_at_once():
-    heavy = ["matplotlib", "sklearn", "pandas", "torch", "flwr", "mlflow", "wandb", "tensorboardX", "flax", "typer", "rich"]
+    heavy = [
+        "matplotlib",
+        "sklearn",
+        "pandas",
+        "torch",
+        "flwr",
+        "mlflow",
+        "wandb",
+        "tensorboardX",
+        "flax",
+        "typer",
+        "rich",
+    ]
     code = f"import sys, covary; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

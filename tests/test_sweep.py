@@ -92,8 +92,24 @@ def test_warm_start_in_a_sweep():
     settings = {"rounds": 8, "warm_start": True, **SETTINGS}
     tried = cv.sweep(cv.scaffold, PROBLEM, {"eta_l": [0.02, 0.1]}, seeds=[0, 1], **settings)
     run = cv.simulate(cv.scaffold(0.1), PROBLEM, seed=1, **settings)
-    np.testing.assert_allclose(tried.curves["loss"][1, 1], run.history["loss"], rtol=1e-9)
+    assert set(tried.curves) == set(run.history) - {"round", "cohort"}
+    for name, curves in tried.curves.items():
+        np.testing.assert_allclose(curves[1, 1], run.history[name], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(tried.curves["control_error"], 0, atol=1e-12)
+
+
+def test_the_loss_can_be_recorded_beside_the_metrics_without_deciding():
+    (x, y), test = cv.datasets.digits()
+    data = cv.partition.by_similarity(x, y, n_clients=5, similarity=0.0)
+    problem = cv.supervised(cv.models.logistic_regression(64, 10), data, test)
+    settings = {"rounds": 4, "local_steps": 3, "clients_per_round": 2}
+    plain = cv.sweep(cv.scaffold, problem, {"eta_l": [0.1, 1.0]}, **settings)
+    tried = cv.sweep(cv.scaffold, problem, {"eta_l": [0.1, 1.0]}, measure_loss=True, **settings)
+    run = cv.simulate(cv.scaffold(1.0), problem, **settings)
+    assert "loss" not in plain.curves
+    np.testing.assert_allclose(tried.curves["loss"][1, 0], run.history["loss"], rtol=1e-9)
+    assert tried.metrics == plain.metrics == ("accuracy",)
+    assert tried.best() == plain.best()
 
 
 def test_a_point_that_diverged_is_never_the_best():

@@ -10,8 +10,10 @@ import sys
 import numpy as np
 import pytest
 from helpers import small_logistic
+from typer.testing import CliRunner
 
 import covary as cv
+from covary.cli import app
 
 PARAMS = {"algorithm": "scaffold", "eta_l": 0.3}
 
@@ -163,6 +165,63 @@ def test_a_tracker_takes_one_run_and_nothing_after_its_end(tmp_path):
         log(8, {"loss": 1.0})
 
 
+def test_training_goes_on_without_a_tracker_that_fails():
+    ended = []
+
+    def send(round, metrics):
+        if round == 3:
+            raise ConnectionError("the server is gone\nand more of it")
+        assert round < 3  # it is told no more
+
+    tracker = cv.trackers.Tracker("The tracker", send, ended.append)
+    with pytest.warns(cv.trackers.TrackerWarning, match=r"was not told of round 3, .*: the server is gone\.$"), tracker:
+        run = cv.simulate(cv.sgd(0.1), small_logistic([6, 8]), rounds=5, log=tracker)
+    assert run.rounds == 5
+    assert ended == [True]
+
+
+def test_an_error_inside_is_not_replaced_by_one_of_the_tracker():
+    def end(failed):
+        raise OSError("no space")
+
+    tracker = cv.trackers.Tracker("The tracker", lambda round, metrics: None, end)
+    with pytest.warns(cv.trackers.TrackerWarning, match="not closed: no space"), pytest.raises(KeyError), tracker:
+        raise KeyError("the user's own")
+
+
+def test_a_name_that_mlflow_forbids_marks_the_run_as_failed(store):
+    with pytest.warns(cv.trackers.TrackerWarning), cv.trackers.mlflow("forbidden", uri=store) as log:
+        log(1, {"top@1": 1.0})
+    _, runs = mlflow_runs(store, "forbidden")
+    assert [run.info.status for run in runs] == ["FAILED"]
+
+
+def test_what_cannot_be_tracked_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    with pytest.raises(cv.CovaryError, match=r"trackers.wandb cannot begin a run: .* Run `wandb login`"):
+        cv.trackers.wandb(mode="ofline")
+    with pytest.raises(cv.CovaryError, match="Pass params instead"):
+        cv.trackers.wandb(config={"a": 1})
+    with pytest.raises(cv.CovaryError, match="a sweep is many"), cv.trackers.tensorboard(tmp_path) as log:
+        cv.sweep(cv.sgd, small_logistic([6, 8]), {"eta_l": [0.1]}, rounds=2, log=log)
+
+
+def test_the_command_line_tracks(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = ["run", "sgd", "--rounds", "3", "--clients", "4", "--out", str(tmp_path), "--quiet"]
+    done = CliRunner().invoke(app, [*run, "--track", "tensorboard"])
+    assert done.exit_code == 0, done.output
+    (folder,) = tmp_path.iterdir()
+    files = EventAccumulator(str(folder / "tensorboard"))
+    files.Reload()
+    records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    kept = [event.value for event in files.Scalars("accuracy")]
+    np.testing.assert_allclose(kept, [record["accuracy"] for record in records], rtol=1e-6)
+    refused = CliRunner().invoke(app, [*run, "--track", "paper"])
+    assert "--track must be tensorboard, mlflow or wandb" in str(refused.exception)
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
 def test_a_missing_package_is_said_with_the_command_that_installs_it(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX"}.get(name, name), None)
@@ -172,7 +231,9 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(name, tmp_p
 
 def test_what_is_no_folder_and_no_dict_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(cv.CovaryError, match="folder must be one that can be written to"):
+    with pytest.raises(
+        cv.CovaryError, match=r"trackers.tensorboard cannot begin a run: .* Give a folder that can be written to"
+    ):
         cv.trackers.tensorboard(tmp_path / "file")
     for function in (cv.trackers.mlflow, cv.trackers.wandb):
         with pytest.raises(cv.CovaryError, match="params must be a dict"):

@@ -43,7 +43,7 @@ def control_error(program: Program, algorithm: Algorithm, state: State, world: W
 
 
 def control_lag(program: Program, algorithm: Algorithm, cohort: Any, old: Any, new: Any) -> dict[str, Any]:
-    """The mean over the cohort of ‖c_i+ - c_i‖²: how far its controls were behind the gradients that replace them."""
+    """The mean over the cohort of ‖c_i+ - c_i‖²: how far its controls were behind those that replace them."""
     if algorithm.invariant is None:
         return {}
     before, after = (getattr(rows, algorithm.invariant[1]) for rows in (old, new))

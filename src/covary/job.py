@@ -202,6 +202,12 @@ def initial(algorithm: Algorithm, job: Job, points: int | None = None) -> State:
     return lay_out(place, state)._replace(clients=lay_out(place, rows, spec))
 
 
+def first_met(metric: str, curves: np.ndarray, value: float) -> list[int | None]:
+    """The first round of each curve of (seeds, rounds) that met a value; in float32, as most are measured."""
+    met = direction(metric) * (curves.astype(np.float32) - np.float32(value)) >= 0
+    return [int(seed.argmax()) + 1 if seed.any() else None for seed in met]
+
+
 def traffic(algorithm: Algorithm, trips: Any, x: np.ndarray) -> tuple[int, int]:
     """Bytes down to and up from one client in one round: all that `broadcast` and `finish` put on the wire."""
     server, client = (

@@ -120,7 +120,7 @@ def simulate(
     Returns:
         A `Run`. Its `history` has one row a round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
         the paper over the cohort), `control_error` (‖c - mean c_i‖), `control_lag` (the mean of ‖c_i+ - c_i‖² over the
-        cohort: how far its controls were behind the gradients that replace them), `bytes_up` and `bytes_down` (all
+        cohort: how far its controls were behind those that replace them), `bytes_up` and `bytes_down` (all
         clients together), and `average_loss` and so on where an average is kept. Rows of `cohort` that a warm start
         does not fill end in -1. Where reading all N controls would cost more than the round, `control_error` is
         measured at the end alone. Of streamed data the loss is measured only if it is the target or there is no test

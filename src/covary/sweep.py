@@ -23,6 +23,7 @@ from covary.job import Job, direction, initial, prepare, traffic
 from covary.problem import Problem
 from covary.program import State
 from covary.rounds import compiled_sweep, compiled_warm_start
+from covary.trackers import Tracker
 
 LAP = 25  # rounds between two looks at a race: fixed, so that its result does not depend on the machine's speed
 RATIO = 10**0.5  # between neighbouring step-sizes
@@ -140,6 +141,8 @@ def sweep(
     ({'eta_l': 1.0}, 4, (2, 2, 10))
     """
     points, algorithms = _points(factory, grid)
+    if isinstance(log, Tracker):
+        raise CovaryError("A tracker follows one run, and a sweep is many. Log sweep.table when it is done.")
     if np.ndim(seeds) != 1 or np.asarray(seeds).dtype.kind not in "iu":
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
     seeds = [int(seed) for seed in seeds]
@@ -215,7 +218,7 @@ def sweep(
     ]
     quality = job.program.evaluated
     if measure_loss and len(quality) > 1 and (target is None or target[0] != "loss"):
-        quality = quality[1:]
+        quality = tuple(name for name in quality if name != "loss")  # recorded, but not what is wanted
     return Sweep(points, seeds, table, going.curves, quality, target)
 
 

@@ -20,17 +20,21 @@ from covary.checks import path
 from covary.errors import CovaryError, refused
 
 
+class TrackerWarning(UserWarning):
+    """A tracker failed while a run went on; the run does without it."""
+
+
 class Tracker:
     """One run at a tracker, called as `log(round, metrics)`. `with`, or `close()`, ends it.
 
     A metric that is NaN was not measured in that round (see `eval_every`) and is left out. A tracker takes the rounds
-    of one run: open another for the next.
+    of one run: open another for the next. Where it fails, a `TrackerWarning` says so once, and training goes on.
     """
 
-    def __init__(self, send: Callable[[int, dict[str, float]], None], end: Callable[[bool], None]):
-        self._send, self._end = send, end
+    def __init__(self, name: str, send: Callable[[int, dict[str, float]], None], end: Callable[[bool], None]):
+        self.name, self._send, self._end = name, send, end
         self._round = 0
-        self._open = True
+        self._open, self._lost = True, False
 
     def __call__(self, round: int, metrics: Mapping[str, float]) -> None:
         if not self._open:
@@ -40,14 +44,25 @@ class Tracker:
             raise refused("round", f"more than {self._round}, which was sent before", round, fix)
         self._round = round
         measured = {name: float(value) for name, value in metrics.items() if not math.isnan(value)}
-        if measured:
-            self._send(round, measured)
+        if measured and not self._lost:
+            with self._surviving(f"was not told of round {round}, and is told no more"):
+                self._send(round, measured)
 
     def close(self, failed: bool = False) -> None:
         """Send what is left and end the run; `failed` marks it so, where the tracker knows of that."""
         if self._open:
             self._open = False
-            self._end(failed)
+            with self._surviving("was not closed"):
+                self._end(failed or self._lost)
+
+    @contextlib.contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """Around what goes to others: what fails there must not stop the training here."""
+        try:
+            yield
+        except Exception as error:
+            self._lost = True
+            warnings.warn(f"{self.name} {what}: {_first_line(error)}.", TrackerWarning, stacklevel=4)
 
     def __enter__(self) -> Tracker:
         return self
@@ -68,19 +83,23 @@ def tensorboard(folder: str | Path) -> Tracker:
     >>> with cv.trackers.tensorboard(tempfile.mkdtemp()) as log:
     ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
-    with _needed("tensorboard"):
+    place = path("folder", folder)
+    with _opening("tensorboard", "Give a folder that can be written to."):
         from tensorboardX import SummaryWriter
-    try:
+
         # a file of its own: its usual name counts in seconds, and a second writer would take the first one's file
-        writer = SummaryWriter(str(path("folder", folder)), filename_suffix=f".{time.time_ns()}")
-    except OSError as error:
-        raise refused("folder", "one that can be written to", str(error), "Give another.") from None
+        writer = SummaryWriter(str(place), filename_suffix=f".{time.time_ns()}")
+    flushed = time.monotonic()
 
     def send(round: int, metrics: dict[str, float]) -> None:
+        nonlocal flushed
         for name, value in metrics.items():
             writer.add_scalar(name, value, round)
+        if time.monotonic() - flushed > 1:
+            writer.flush()
+            flushed = time.monotonic()
 
-    return Tracker(send, lambda failed: writer.close())
+    return Tracker("TensorBoard", send, lambda failed: writer.close())
 
 
 def mlflow(
@@ -104,7 +123,8 @@ def mlflow(
     ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
     settings = _settings(params)
-    with _needed("mlflow"), _quiet("mlflow.store.db.utils"):
+    fix = "Look at uri, or at MLFLOW_TRACKING_URI."
+    with _opening("mlflow", fix), _quiet("mlflow.store.db.utils"):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException
@@ -136,10 +156,14 @@ def mlflow(
             flush()
 
     def end(failed: bool) -> None:
-        flush()
-        client.set_terminated(run, "FAILED" if failed else "FINISHED")
+        lost = True
+        try:
+            flush()
+            lost = failed
+        finally:
+            client.set_terminated(run, "FAILED" if lost else "FINISHED")
 
-    return Tracker(send, end)
+    return Tracker("MLflow", send, end)
 
 
 def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **options: Any) -> Tracker:
@@ -155,15 +179,18 @@ def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **op
     ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
     settings = _settings(params)
-    with _needed("wandb"):
+    if "config" in options:
+        raise CovaryError("config is what wandb.init calls params. Pass params instead.")
+    with _opening("wandb", 'Run `wandb login`, or keep the run on this machine: mode="offline" or WANDB_MODE=offline.'):
         import wandb as package
-    unheard = {"settings": package.Settings(silent=True, console="off"), "reinit": "create_new"}
-    run = package.init(project=project, config=settings, **{**unheard, **options})
+
+        unheard = {"settings": package.Settings(silent=True, console="off"), "reinit": "create_new"}
+        run = package.init(project=project, config=settings, **{**unheard, **options})
 
     def send(round: int, metrics: dict[str, float]) -> None:
         run.log(metrics, step=round)
 
-    return Tracker(send, lambda failed: run.finish(exit_code=int(failed)))
+    return Tracker("Weights & Biases", send, lambda failed: run.finish(exit_code=int(failed)))
 
 
 def _settings(params: Any) -> dict[str, Any]:
@@ -175,12 +202,21 @@ def _settings(params: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _needed(extra: str) -> Iterator[None]:
-    """Turn a package that is not there into a word on how to get it."""
+def _opening(extra: str, fix: str) -> Iterator[None]:
+    """Around what a package does to begin a run: it may not be there, or not be able to."""
     try:
         yield
     except ImportError as error:
         raise CovaryError(f"trackers.{extra} needs a package: pip install 'covary[{extra}]' ({error}).") from error
+    except CovaryError:
+        raise
+    except Exception as error:
+        raise CovaryError(f"trackers.{extra} cannot begin a run: {_first_line(error)}. {fix}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0].rstrip(".") if lines else type(error).__name__)[:300]
 
 
 @contextlib.contextmanager

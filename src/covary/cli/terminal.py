@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -30,8 +31,12 @@ from rich.text import Text
 
 from covary.checkpoint import CheckpointWarning
 from covary.errors import DivergenceWarning
+from covary.problem import ENGINE_COLUMNS
 from covary.report.folder import plain
+from covary.trackers import TrackerWarning
 
+OURS = (DivergenceWarning, CheckpointWarning, TrackerWarning)
+UNTOLD = {*ENGINE_COLUMNS, "running"} - {"loss"}
 SECONDS = 10.0  # between two lines of progress, where there is no terminal to draw on
 
 
@@ -84,11 +89,11 @@ class Terminal:
         """covary's own warnings as sentences for the user; those of libraries are for programmers."""
 
         def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
-            if issubclass(category, DivergenceWarning | CheckpointWarning):
+            if issubclass(category, OURS):
                 self.say(str(message), style="yellow")
 
         with warnings.catch_warnings():
-            for category in (DivergenceWarning, CheckpointWarning):
+            for category in OURS:
                 warnings.simplefilter("always", category)
             warnings.showwarning = show
             yield
@@ -163,8 +168,7 @@ def told(values: dict[str, float]) -> str:
     >>> told({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
     'loss 0.25'
     """
-    skipped = ("drift", "control_error", "control_lag", "bytes_up", "bytes_down", "running")
-    shown = {name: value for name, value in values.items() if name not in skipped and value == value}
+    shown = {name: value for name, value in values.items() if name not in UNTOLD and not math.isnan(value)}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 

@@ -16,7 +16,7 @@ from covary import trackers
 from covary.checks import whole
 from covary.cli import common, problems
 from covary.cli.common import factory_of
-from covary.cli.terminal import Terminal, best, told
+from covary.cli.terminal import Bar, Lines, Terminal, best, told
 from covary.errors import CovaryError, refused
 from covary.report.folder import RunFolder
 from covary.sweep import Sweep
@@ -83,7 +83,7 @@ def run(
     started, begun = time.perf_counter(), False
     with common.run_folder(context, terminal, f"run-{algorithm}", out, checkpoint, resume, show) as folder:
         folder.describe(algorithm=str(chosen), problem=of.title, clients=[of.described()])
-        with terminal.progress("rounds", rounds) as progress, tracker(folder, str(chosen), context) as also:
+        with terminal.progress("rounds", rounds) as progress, tracker(folder, progress, str(chosen), context) as also:
             progress.update(what="compiling")
 
             def log(number: int, values: dict[str, float]) -> None:
@@ -185,6 +185,9 @@ def sweep(
         chosen = tried.points[tried.best()]
         answer = {"algorithm": algorithm, "data": of.title, "seconds": seconds, "best": chosen, "table": tried.table}
         terminal.answer(answer | common.places(folder))
+    if all(row["outcome"] == "diverged" for row in tried.table):
+        terminal.say("Every run diverged. Try smaller step-sizes.", style="yellow")
+        raise typer.Exit(1)
 
 
 def _with_curves(tried: Sweep) -> Iterator[dict[str, Any]]:
@@ -193,14 +196,15 @@ def _with_curves(tried: Sweep) -> Iterator[dict[str, Any]]:
         yield {**row, "curves": {name: curve[at][: row["rounds"]] for name, curve in tried.curves.items()}}
 
 
-def _tracker(name: str | None) -> Callable[[RunFolder, str, typer.Context], Any]:
-    """What makes the hook of a tracker once there is a folder; refused here, before any work, if it is not known."""
+def _tracker(name: str | None) -> Callable[..., Any]:
+    """What opens a tracker once there is a folder; a name that is not known is refused here, before any work."""
     if name is None:
-        return lambda folder, algorithm, context: contextlib.nullcontext()
+        return lambda *_: contextlib.nullcontext()
     if name not in ("tensorboard", "mlflow", "wandb"):
         raise refused("--track", "tensorboard, mlflow or wandb", name, "Leave it out to log to the run folder alone.")
 
-    def made(folder: RunFolder, algorithm: str, context: typer.Context) -> Any:
+    def made(folder: RunFolder, progress: Bar | Lines, algorithm: str, context: typer.Context) -> Any:
+        progress.update(what=f"opening {name}")
         if name == "tensorboard":
             return trackers.tensorboard(folder.path / "tensorboard")
         return getattr(trackers, name)(params={**common.settings_of(context), "algorithm": algorithm})

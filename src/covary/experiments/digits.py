@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from covary.data import datasets, partition
 from covary.experiments.common import ALGORITHMS, Budget, Cell, Log, Setting, attempt, tune
+from covary.job import first_met
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 
@@ -44,11 +44,6 @@ def compare(
         own = None if place is None else place / "curves"
         whole = attempt(setting, problem, budget, [cell.eta_l], budget.rounds, None, log, own, measure_loss=True)
         curves = {name: curve[0] for name, curve in whole.curves.items()}
-        yield replace(cell, **_counted(curves["accuracy"], target)), curves
-
-
-def _counted(accuracy: np.ndarray, target: float) -> dict[str, Any]:
-    """For every seed, the first round that met the target, and the best accuracy."""
-    met = accuracy.astype(np.float32) >= np.float32(target)  # as it was measured
-    reached = [int(seed.argmax()) + 1 if seed.any() else None for seed in met]
-    return {"rounds": reached, "accuracy": np.nanmax(accuracy, axis=1).tolist()}
+        accuracy = curves["accuracy"]
+        rounds, best = first_met("accuracy", accuracy, target), np.nanmax(accuracy, axis=1).tolist()
+        yield replace(cell, rounds=rounds, accuracy=best), curves

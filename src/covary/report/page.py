@@ -28,7 +28,7 @@ ABOUT = {
     "drift": ("Client drift", "E_r of the paper: how far the local models y_i move from x within a round, squared."),
     "control_lag": (
         "Control lag",
-        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how far controls were behind the gradients that replace them.",
+        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how far controls were behind those that replace them.",
     ),
     "control_error": (
         "‖c − mean c_i‖",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from covary.errors import CovaryError
-from covary.job import direction
+from covary.job import first_met
 from covary.report.folder import RunFolder
 
 Cell = str | tuple[str, float | None]  # a text, and the number to sort by where there is one
@@ -43,9 +43,7 @@ class Line:
         """For each seed, the first round that met the value."""
         if metric not in self.columns:
             return [None]
-        seen = self.columns[metric].astype(np.float32)  # as it was measured
-        met = direction(metric) * (seen - np.float32(value)) >= 0
-        return [int(np.argmax(seed)) + 1 if seed.any() else None for seed in met]
+        return first_met(metric, self.columns[metric], value)
 
 
 @dataclass(frozen=True)

@@ -177,10 +177,10 @@ def _verdict(e: Evidence, told: dict[str, str]) -> str:
     ends = f"{told['scaffold']} against {told['fedavg']} in the trial"
     ratio = e.points[-1].against_chance
     if e.beats and ratio >= CHANCE:
-        much = f"{ratio:.2g} times as much as" if math.isfinite(ratio) else "where"
+        much = f"{ratio:.2g} times as much as random parts of one data set would"
+        much = much if math.isfinite(ratio) else "where those of random parts of one data set would not"
         return (
-            f"SCAFFOLD will beat FedAvg here: {ends}. The clients' gradients differ {much} random parts of one data "
-            "set would, and FedAvg drifts by that."
+            f"SCAFFOLD will beat FedAvg here: {ends}. The clients' gradients differ {much}, and FedAvg drifts by that."
         )
     if e.beats:
         return (
