@@ -11,6 +11,7 @@ from browser import AXE, needs_axe, needs_browser, opened
 from helpers import covary
 from typer.testing import CliRunner
 
+import covary as cv
 from covary.cli import app
 from covary.errors import CovaryError
 from covary.report.folder import RunFolder
@@ -179,11 +180,13 @@ def test_a_served_page_follows_a_run_and_answers_to_its_own_name_only(folders, t
         with opened(where) as shown:
             assert "not in" not in shown.locator("#targets").inner_text()
             shown.get_by_label("logarithmic").check()
+            shown.evaluate("zoom([1.2, 1.8])")
+            shown.locator(".plot").first.focus()
             folder.append({"round": 3, "loss": 0.1, "accuracy": 0.9})
-            shown.wait_for_function(
-                "JSON.parse(document.getElementById('data').textContent).panels[0].lines[0].round.length == 3"
-            )
+            shown.wait_for_function("data.panels[0].lines[0].round.length == 3")
             assert shown.get_by_label("logarithmic").is_checked()
+            assert shown.evaluate("view.range") == [1.2, 1.8]  # it was not loaded anew
+            assert shown.evaluate("document.activeElement.classList.contains('plot')")
         request = urllib.request.Request(where, headers={"Host": "elsewhere.example"})
         with pytest.raises(urllib.error.HTTPError) as refusal:
             urllib.request.urlopen(request)
@@ -198,7 +201,71 @@ def test_runs_of_one_kind_are_told_apart(folders, tmp_path):
     names = {line["name"] for panel in data["panels"] for line in panel["lines"]}
     assert names == {"scaffold", "scaffold, eta_l = 0.1", "scaffold, eta_l = 1"}
     twice = json.loads(re.search(r'id="data">(.*?)</script>', page([folders[0], folders[0]]))[1])
-    assert len(twice["panels"][0]["lines"]) == 2
+    assert len({line["name"] for line in twice["panels"][0]["lines"]}) == 2
+
+
+def test_what_became_of_runs_that_diverged_is_told(tmp_path):
+    common = ["--clients", "4", "--hidden", "4", "--rounds", "3", "--out", str(tmp_path), "--quiet"]
+    run = CliRunner().invoke(app, ["run", "scaffold", "--eta-l", "1e300", *common])
+    swept = CliRunner().invoke(app, ["sweep", "scaffold", "--eta-l", "1e300", "--seeds", "2", "--json", *common])
+    assert (run.exit_code, swept.exit_code) == (1, 1)
+    assert json.loads(swept.stdout)["best"] is None
+    first, second = sorted(tmp_path.iterdir(), key=lambda path: "sweep" in path.name)
+    assert "Diverged in round 1: its step-size is too large." in (first / "report.html").read_text()
+    assert (second / "report.html").read_text().count("<td>diverged</td>") == 2
+
+
+def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
+    bench = RunFolder(tmp_path / "bench")
+    bench.path.mkdir()
+    bench.append({"kind": "header", "quick": True})
+    assert "scaffold" in page([bench.path, folders[0]])
+    with pytest.raises(CovaryError, match="is no folder of run, sweep, compare, reproduce, diagnose"):
+        page([bench.path])
+
+
+@pytest.mark.parametrize(
+    "clients", [5, [5], [{"title": "x"}], [{"title": "x", "clients": 1, "examples": 1, "counts": []}]]
+)
+def test_damaged_facts_are_refused(folders, tmp_path, clients):
+    folder = RunFolder(tmp_path)
+    folder.settle({"command": "run", "algorithm": "sgd", "target": None})
+    folder.append({"round": 1, "accuracy": 0.5})
+    folder.describe(clients=clients)
+    with pytest.raises(CovaryError, match="is not what covary writes"):
+        page([tmp_path])
+
+
+@needs_browser
+def test_lines_without_bytes_are_not_drawn_by_bytes(folders, tmp_path):
+    folder = RunFolder(tmp_path / "plain")
+    folder.path.mkdir()
+    folder.settle({"command": "run", "algorithm": "sgd", "target": None})
+    for number in (1, 2):
+        folder.append({"round": number, "accuracy": 0.1 * number})
+    for chosen in ([folder.path], [folder.path, folders[0]]):
+        write_page(chosen, tmp_path / "report.html")
+        with opened((tmp_path / "report.html").as_uri()) as shown:
+            assert shown.get_by_label("bytes sent").is_visible() == (len(chosen) == 2)
+            if len(chosen) == 2:
+                shown.get_by_label("bytes sent").check()
+                assert shown.locator("path.line").count() > 0
+
+
+def test_a_report_of_runs_made_in_python(tmp_path):
+    runs = {name: cv.simulate(make(0.1), cv.lower_bound(10.0), 9, local_steps=5, x0=1.0) for name, make in
+            (("fedavg", cv.fedavg), ("scaffold", cv.scaffold))}  # fmt: skip
+    cv.write_report(tmp_path / "report.html", runs, target=("loss", 0.5))
+    text = (tmp_path / "report.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    for line in data["panels"][0]["lines"]:
+        np.testing.assert_allclose(line["values"]["loss"]["mean"], runs[line["name"]].history["loss"], rtol=1e-4)
+    assert "Rounds to loss 0.5" in text
+    for wrong in ({}, [runs["scaffold"]], {"x": 3}):
+        with pytest.raises(CovaryError, match="runs must be a dict"):
+            cv.write_report(tmp_path / "report.html", wrong)
+    with pytest.raises(CovaryError, match="target must be a column"):
+        cv.write_report(tmp_path / "report.html", runs, target=("accuracy", 0.5))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -85,11 +85,11 @@ def test_rows_are_counted_as_an_editor_counts_them(file):
     [
         ([*ROWS, "north,4x,m,well"], HEADER, r"column age, row 32: '4x' is not a number"),
         ([*ROWS, "north,inf,m,well"], HEADER, r"column age, row 32: 'inf' is too large, or not finite"),
-        ([*ROWS, ",40,m,well"], HEADER, r"column hospital, row 32: the cell is empty \(''\), so the row is nobody's"),
+        ([*ROWS, ",40,m,well"], HEADER, r"column hospital, row 32: the cell is empty, so the row is nobody's"),
         (
             [*ROWS, "north,40,m,?"],
             HEADER,
-            r"column outcome, row 32: the cell is empty \('\?'\), so the row is of no class",
+            r"column outcome, row 32: '\?' stands for a missing value, so the row is of no class",
         ),
         ([*ROWS, "north,40,m"], HEADER, r"row 32: 3 cells, where the header has 4"),
         ([*ROWS, 'north,40,"m,well'], HEADER, r"row 32: .*quotation mark"),
@@ -104,9 +104,10 @@ def test_rows_are_counted_as_an_editor_counts_them(file):
             r"column outcome: 40 different values, which look like measure",
         ),
         ([f"north,{i},m,1" for i in range(40)], HEADER, r"column outcome: every row says '1'"),
-        ([f"{i},{i},m,{i % 2}" for i in range(40)], HEADER, r"no client has the 5 rows"),
+        ([f"{i},{i},m,{i % 2}" for i in range(40)], HEADER, r"no row can be kept for testing, as no client has 5 rows"),
         (ROWS, "hospital,age,age,outcome", r"two columns are named age"),
         (ROWS, "hospital,,sex,outcome", r"column 2 of the header has no name"),
+        ([*ROWS, "north,1_0,m,well"], HEADER, r"column age, row 32: '1_0' is not a number"),
         ([], HEADER, r"has no rows"),
         (["north,1,m,a", "north,1,m,b"] * 9, HEADER, r"no column to learn from"),
     ],
@@ -121,7 +122,7 @@ def test_a_file_that_is_no_text_is_refused(file):
     with pytest.raises(CovaryError, match="row 2: not UTF-8"):
         read(file)
     file.write_bytes(b"PK\x03\x04\0\0")
-    with pytest.raises(CovaryError, match="is no text"):
+    with pytest.raises(CovaryError, match="row 1: no text"):
         read(file)
 
 
@@ -143,9 +144,40 @@ def test_columns_are_named_as_the_header_does(file):
     written(file, *ROWS)
     with pytest.raises(CovaryError, match="Did you mean hospital"):
         cv.datasets.table(file, client_column="Hospitl", label="outcome")
-    with pytest.raises(CovaryError, match="name one column twice"):
+    with pytest.raises(CovaryError, match="Column hospital is asked for twice"):
         cv.datasets.table(file, client_column="hospital", label="hospital")
     assert read(file, ignore=["sex"]).features == ["age"]
+
+
+def test_names_are_what_they_look_like(tmp_path, file):
+    """1.0 is 1, inf and none are classes as any, and names that differ by their case alone are told of."""
+    rows = [f"{['1', '1.0', '2'][i % 3]},{i},m,{['inf', 'none'][i % 2]}" for i in range(30)]
+    found = read(written(file, *rows))
+    assert (found.clients, found.labels) == (["1", "2"], ["inf", "none"])
+    assert "2 classes: inf, none; 2 clients: 1, 2" in found.notes
+    test = written(tmp_path / "test.csv", "1,3,m,0.0", "1,3,m,1.0")
+    numbered = [f"a,{i},m,{i % 2}" for i in range(30)]
+    assert read(written(file, *numbered), test=test).test[1].tolist() == [0, 1]
+    cases = [f"{['North', 'NORTH'][i % 2]},{i},m,{i % 2}" for i in range(30)]
+    assert "hospital: NORTH and North are taken for different ones" in read(written(file, *cases)).notes
+
+
+def test_what_spreadsheets_and_pandas_add_is_left_out(file):
+    rows = [f"{i},{row}" for i, row in enumerate(ROWS)]
+    found = read(written(file, *rows, header=f",{HEADER}"))
+    assert found.features == ["age", "sex = f", "sex = m"]
+    assert "the first column has no name, as an index has none: left out" in found.notes
+    semicolons = [row.replace(",", ";") for row in ROWS]
+    found = read(written(file, HEADER.replace(",", ";"), *semicolons, header="sep=;"))
+    assert found.features == ["age", "sex = f", "sex = m"]
+    thousands = [f"north;{i + 1}.012,5;m;{i % 2}" for i in range(30)]
+    found = read(written(file, *thousands, header=HEADER.replace(",", ";")))
+    assert "age: commas are decimal, 1.012,5 was read as 1012.5" in found.notes
+
+
+def test_the_training_file_is_no_test_file(file):
+    with pytest.raises(CovaryError, match="is both the training and the test file"):
+        read(written(file, *ROWS), test=file)
 
 
 def test_a_messy_table_is_trained_on_from_the_command_line(file, tmp_path):

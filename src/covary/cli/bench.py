@@ -29,7 +29,8 @@ def bench(
 ) -> None:
     """Time the paper's round in covary, in PyTorch and in other simulators that are installed, side by side.
 
-    Only ratios within one run mean something. Without PyTorch (pip install torch) there is nothing to compare with.
+    PARTS are some of rounds, sweep, cnn, first, growth and deploy. Only ratios within one run mean something.
+    Without PyTorch (pip install torch) there is nothing to compare with.
 
     Example: covary bench rounds sweep
     """

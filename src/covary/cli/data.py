@@ -68,6 +68,8 @@ def show(
 ) -> None:
     """Draw the label histogram of every client, to see how different they are.
 
+    DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file.
+
     Example: covary data show digits --clients 20 --similarity 0.1
     """
     from covary.report.plots import save_histograms

@@ -51,7 +51,8 @@ def diagnose(
 ) -> None:
     """Measure how different the clients are, and say which algorithm, K and step-sizes to use.
 
-    Takes a minute on digits. For your own model: covary.diagnose(problem) in Python.
+    DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file. Takes a minute on digits. For your own
+    model: covary.diagnose(problem) in Python.
 
     Example: covary diagnose digits --similarity 0.1 --target 0.95
 

@@ -93,7 +93,7 @@ def divided(
     """The training examples divided as asked, and the test examples."""
     if similarity is not None and alpha is not None:
         raise CovaryError("--similarity and --alpha are two ways to divide the data. Give one of them.")
-    if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists()):
+    if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists() or client_column or label):
         if (root, clients, similarity, alpha) != (None, None, None, None):
             raise CovaryError(
                 "The column of a table says who the clients are: leave out --root, --clients, --similarity and --alpha."
@@ -135,12 +135,12 @@ def _images(dataset: str, root: Path | None) -> tuple[Pair, Pair]:
 def _table(
     dataset: str, client_column: str | None, label: str | None, test: Path | None, ignore: list[str] | None
 ) -> Divided:
-    if client_column is None or label is None:
+    if Path(dataset).exists() and (client_column is None or label is None):
         raise CovaryError(
             f"{dataset} is a table: say which column names the client and which is to be predicted, as in "
             "--client-column hospital --label outcome."
         )
-    table = datasets.table(dataset, client_column, label, test, ignore or [])
+    table = datasets.table(dataset, client_column or "", label or "", test, ignore or [])
     title = f"{Path(dataset).name}, by {client_column}"
     data = partition.by_group(*table.train)
     return Divided(data, table.test, title, True, table.clients, table.labels, table.notes)

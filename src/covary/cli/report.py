@@ -17,7 +17,8 @@ from covary.errors import CovaryError, refused
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file to write. \\[default: report.html in the first folder]")
+        Path | None,
+        typer.Option(help="The file to write. \\[default: report.html in the folder; of several, comparison.html]"),
     ] = None,
     target: Annotated[float | None, typer.Option(help="Count rounds to this test accuracy.")] = None,
     serve: Annotated[
@@ -34,7 +35,7 @@ def report(
 
     Example: covary report runs/20261116-120000-run-scaffold --serve
     """
-    from covary.report.page import page
+    from covary.report.page import page, stories_of
     from covary.report.serve import server
 
     terminal = Terminal(as_json, quiet)
@@ -56,7 +57,9 @@ def report(
                 terminal.say("Stopped.")
         return
     text = page(runs, target)
-    path = runs[0] / REPORT if out is None else out
+    for reason in stories_of(runs)[1]:
+        terminal.say(f"Left out: {reason}", style="yellow")
+    path = out or (runs[0] / REPORT if len(runs) == 1 else Path("comparison.html"))
     if not path.parent.is_dir():
         raise refused("--out", "a file in a folder that exists", out, "Try --out report.html.")
     try:

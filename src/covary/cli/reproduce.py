@@ -38,8 +38,9 @@ def reproduce(
 ) -> None:
     """Reproduce a figure or table of the SCAFFOLD paper, and check its claims on what is measured.
 
-    The tables need EMNIST: covary data emnist --root data. Without a GPU use --quick. Stopped by Ctrl-C or a crash, it
-    goes on where it was: with Ctrl-C it says by which command.
+    EXPERIMENT is fig3, table3, table4, table5 or all. The tables need EMNIST: covary data emnist --root data.
+    Without a GPU use --quick. Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which
+    command.
 
     Example: covary reproduce table3 --data data --quick
     """

@@ -179,7 +179,8 @@ def best(values: dict[str, float]) -> str:
     'best accuracy 0.9  4 runs'
     """
     own = {name: value for name, value in values.items() if name not in ("loss", "running")}
-    return f"best {told(own or values)}  {values['running']:g} runs"
+    seen = told(own or values)
+    return f"{f'best {seen}  ' if seen else ''}{values['running']:g} runs"
 
 
 def open_in_browser(page: Path | str) -> None:

@@ -60,7 +60,8 @@ def run(
 ) -> None:
     """Run one algorithm on handwritten digits, another data set or your own table, and show how it goes.
 
-    A table is a CSV file with a column that says whose row it is. Stopped by Ctrl-C or a crash, a run goes on where it
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. A table is a CSV file with a column that
+    says whose row it is. Stopped by Ctrl-C or a crash, a run goes on where it
     was: with Ctrl-C it says by which command.
 
     Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
@@ -100,7 +101,9 @@ def run(
             result = simulate(chosen, problem, rounds=rounds, seed=seed, **options)
             folder.rewrite(_records(result.history))  # a line that a power failure took is there again
         seconds = time.perf_counter() - started
-        last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v)}
+        last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v) and name != "round"}
+        last |= {name: int(result.history[name].sum()) for name in ("bytes_up", "bytes_down") if name in last}
+        folder.describe(reached=result.reached, diverged=result.diverged)
         ended = f", loss {last['loss']:.4f}, test accuracy {last['accuracy']:.4f}" if result.rounds else ""
         terminal.show(f"{chosen} on {of.title}: {result.rounds} rounds in {seconds:.1f} s{ended}", markup=False)
         if result.reached:
@@ -147,7 +150,8 @@ def sweep(
 ) -> None:
     """Try every combination of step-sizes and seeds on a data set, as one compiled program.
 
-    Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which command.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. Stopped by Ctrl-C or a crash, it
+    goes on where it was: with Ctrl-C it says by which command.
 
     Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
     """
@@ -182,10 +186,11 @@ def sweep(
         seconds = time.perf_counter() - started
         terminal.show(sweep_table(tried, f"{algorithm} on {of.title}: {len(tried.table)} runs in {seconds:.1f} s"))
         terminal.written("Raw results", folder.results)
-        chosen = tried.points[tried.best()]
+        lost = all(row["outcome"] == "diverged" for row in tried.table)
+        chosen = None if lost else tried.points[tried.best()]
         answer = {"algorithm": algorithm, "data": of.title, "seconds": seconds, "best": chosen, "table": tried.table}
         terminal.answer(answer | common.places(folder))
-    if all(row["outcome"] == "diverged" for row in tried.table):
+    if lost:
         terminal.say("Every run diverged. Try smaller step-sizes.", style="yellow")
         raise typer.Exit(1)
 

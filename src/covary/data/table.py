@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import difflib
 import io
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,12 @@ import numpy as np
 
 from covary.checks import path as checked_path
 from covary.durable import content_of
-from covary.errors import CovaryError, refused
+from covary.errors import CovaryError
 
 LARGEST = 2**30  # bytes of a file
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
+MISSING = frozenset({"", "na", "n/a", "#n/a", "nan", "null", "none", "?"})
+NAMES = frozenset({"none"})  # that stand for nothing among features, and may well be a class
+UNNAMED = "(unnamed)"
 MOST_CATEGORIES = 30  # different texts in a column that is still a category
 MOST_LABELS = 100
 FRACTION = 5  # one row in so many is kept for testing
@@ -43,6 +47,7 @@ class Sheet:
     rows: list[list[str]]
     numbers: list[int]
     comma: bool  # numbers may be written 12,5
+    notes: list[str]  # what was done to read it
 
     def column(self, name: str) -> list[str]:
         at = self.header.index(name)
@@ -83,27 +88,37 @@ def table(
     FederatedData(2 clients, 17 examples, 6 to 11 each)
     """
     sheet = _read(checked_path("path", path))
-    for option, name in (("client_column", client_column), ("label", label), *(("ignore", name) for name in ignore)):
-        _refuse_unknown(sheet, option, name)
-    if label == client_column or label in ignore or client_column in ignore:
-        raise CovaryError(f"client_column, label and ignore name one column twice ({label}). Give each its own.")
+    for name in (client_column, label, *ignore):
+        _refuse_unknown(sheet, name)
+    for name in (client_column, label):
+        if [client_column, label, *ignore].count(name) > 1:
+            raise CovaryError(
+                f"Column {name} is asked for twice: it is the client's, the label's or left out. Choose one."
+            )
     held_out = None if test is None else _read(checked_path("test", test))
-    features = [name for name in sheet.header if name not in (client_column, label, *ignore)]
+    features = [name for name in sheet.header if name not in (client_column, label, UNNAMED, *ignore)]
     if held_out is not None:
+        if held_out.path.samefile(sheet.path):
+            raise CovaryError(f"{sheet.path} is both the training and the test file. Leave the test file out.")
         for name in (label, *features):
-            _refuse_unknown(held_out, "test", name)
+            _refuse_unknown(held_out, name, ", which the training file has")
 
     clients = _present(sheet, client_column, "nobody's. Say whose row it is, or leave it out.")
     names, owner = np.unique(clients, return_inverse=True)
     labels, y = _labels(sheet, label)
+    notes = [*sheet.notes, *_look_alikes(client_column, names.tolist()), *_look_alikes(label, labels)]
+    notes += [f"{len(labels)} classes: {_some(labels)}; {len(names)} clients: {_some(names.tolist())}"]
     in_test = _kept_for_testing(sheet.path, owner, y) if held_out is None else np.zeros(len(y), bool)
-    columns, notes = [], []
+    columns = []
     for name in features:
         own, told = _feature(sheet, held_out, name, ~in_test)
         columns += own
         notes += told
     if not columns:
-        raise CovaryError(f"{sheet.path} has no column to learn from besides {client_column} and {label}. Add some.")
+        why = f" ({'; '.join(notes[-5:])})" if features else ""
+        raise CovaryError(
+            f"{sheet.path} has no column to learn from besides {client_column} and {label}{why}. Add some."
+        )
     x = np.stack([values for _, values, _ in columns], axis=1).astype(np.float32)
     train = (x[~in_test], y[~in_test], owner[~in_test])
     if held_out is None:
@@ -118,7 +133,8 @@ def table(
 
 def _read(path: Path) -> Sheet:
     if not path.is_file():
-        raise CovaryError(f"{path} is {'a folder' if path.is_dir() else 'missing'}. Pass a CSV file.")
+        what = "a folder" if path.is_dir() else "no file" if path.exists() else "missing"
+        raise CovaryError(f"{path} is {what}. Pass a CSV file.")
     if path.stat().st_size > LARGEST:
         raise CovaryError(
             f"{path} has {path.stat().st_size:,} bytes, and tables of at most {LARGEST:,} are read into memory. Stream "
@@ -131,15 +147,20 @@ def _read(path: Path) -> Sheet:
         row = content[: error.start].count(b"\n") + 1
         raise CovaryError(f"{path}, row {row}: not UTF-8. Save the file as UTF-8 (in Excel: CSV UTF-8).") from None
     if "\0" in text:
-        raise CovaryError(f"{path} is no text. Pass a CSV file: a spreadsheet program can save as one.")
-    first = text.split("\n", 1)[0]
-    delimiter = max(",;\t|", key=first.count)
+        row = text[: text.index("\0")].count("\n") + 1
+        raise CovaryError(f"{path}, row {row}: no text. Pass a CSV file: a spreadsheet program can save as one.")
+    first = text.split("\n", 1)[0].strip()
+    announced = re.fullmatch(r'"?sep=(.)"?', first)  # a line for Excel
+    bare = re.sub(r'"[^"]*"', "", first)
+    delimiter = announced[1] if announced else max(",;\t|", key=bare.count)
     rows: list[list[str]] = []
     numbers: list[int] = []
     reader, at = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), 1
     try:
         for row in reader:
-            if any(cell.strip() for cell in row):
+            if at == 1 and announced:
+                pass
+            elif any(cell.strip() for cell in row):
                 rows.append([cell.strip() for cell in row])
                 numbers.append(at)
             at = reader.line_num + 1
@@ -147,10 +168,13 @@ def _read(path: Path) -> Sheet:
         raise CovaryError(f"{path}, row {at}: {error}. Look for a quotation mark that is not closed.") from None
     if len(rows) < 2:
         raise CovaryError(f"{path} has no rows. It needs a header and below it one row an example.")
-    header = rows[0]
+    header, notes = rows[0], []
+    if not header[0] and len(header) > 1:
+        header = [UNNAMED, *header[1:]]
+        notes.append("the first column has no name, as an index has none: left out")
     for at, name in enumerate(header):
         if not name:
-            raise CovaryError(f"{path}: column {at + 1} of the header has no name. Name it.")
+            raise CovaryError(f"{path}: column {at + 1} of the header has no name. Name it, or remove the column.")
         if header.index(name) < at:
             raise CovaryError(f"{path}: two columns are named {name}. Rename one.")
     for row, number in zip(rows, numbers, strict=True):
@@ -159,19 +183,26 @@ def _read(path: Path) -> Sheet:
                 f"{path}, row {number}: {len(row)} cells, where the header has {len(header)}. Look for a missing or "
                 f"surplus {'tab' if delimiter == chr(9) else repr(delimiter)}, or put texts that contain one in quotes."
             )
-    return Sheet(path, header, rows[1:], numbers[1:], comma=delimiter != ",")
+    return Sheet(path, header, rows[1:], numbers[1:], delimiter != ",", notes)
 
 
-def _refuse_unknown(sheet: Sheet, option: str, name: str) -> None:
+def _refuse_unknown(sheet: Sheet, name: str, why: str = "") -> None:
     if name not in sheet.header:
         near = difflib.get_close_matches(str(name), sheet.header, n=1)
-        fix = f"Did you mean {near[0]}?" if near else "Spell it as the header does."
-        allowed = (
-            f"a column of {sheet.path} ({', '.join(sheet.header[:20])}{', ...' if len(sheet.header) > 20 else ''})"
-        )
-        if option == "test":
-            raise CovaryError(f"{sheet.path} has no column {name}, which the training file has. {fix}")
-        raise refused(option, allowed, repr(name), fix)
+        fix = f"Did you mean {near[0]}?" if near else f"Its columns are {_some(sheet.header)}."
+        raise CovaryError(f"{sheet.path} has no column {name}{why}. {fix}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+
+
+def _look_alikes(column: str, names: Sequence[str]) -> list[str]:
+    """A word on names that differ by their case alone."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.casefold(), []).append(name)
+    return [f"{column}: {' and '.join(kind)} are taken for different ones" for kind in kinds.values() if len(kind) > 1]
 
 
 def _missing(cell: str) -> bool:
@@ -179,16 +210,21 @@ def _missing(cell: str) -> bool:
 
 
 def _present(sheet: Sheet, name: str, what: str) -> list[str]:
+    """The names in a column, where 1.0 is 1, and none may be missing."""
     cells = sheet.column(name)
     for row, cell in enumerate(cells):
-        if _missing(cell):
-            raise sheet.wrong(name, row, f"the cell is empty ({cell!r}), so the row is {what}")
-    return cells
+        if _missing(cell) and cell.lower() not in NAMES:
+            why = f"{cell!r} stands for a missing value" if cell else "the cell is empty"
+            raise sheet.wrong(name, row, f"{why}, so the row is {what}")
+    return [re.sub(r"^(-?\d+)\.0+$", r"\1", cell) for cell in cells]
 
 
 def _number(sheet: Sheet, cell: str) -> float | None:
+    """The number that a text is, or None: 12.5, and where commas do not separate cells 12,5 and 1.012,5 too."""
+    if sheet.comma and re.fullmatch(r"[-+]?(\d+|\d{1,3}(\.\d{3})+),\d*", cell):
+        cell = cell.replace(".", "").replace(",", ".")
     try:
-        return float(cell.replace(",", ".") if sheet.comma and cell.count(",") == 1 else cell)
+        return None if "_" in cell else float(cell)
     except ValueError:
         return None
 
@@ -198,7 +234,7 @@ def _labels(sheet: Sheet, name: str) -> tuple[list[str], np.ndarray]:
     cells = _present(sheet, name, "of no class. Fill it in, or leave the row out.")
     kinds = set(cells)
     numbers = {kind: _number(sheet, kind) for kind in kinds}
-    fractions = sum(value is not None and value != round(value) for value in numbers.values() if value == value)
+    fractions = sum(value is not None and math.isfinite(value) and value % 1 != 0 for value in numbers.values())
     if len(kinds) > MOST_LABELS or fractions > 10:
         raise CovaryError(
             f"{sheet.path}, column {name}: {len(kinds)} different values, which look like measurements, not classes. "
@@ -235,8 +271,8 @@ def _kept_for_testing(path: Path, owner: np.ndarray, y: np.ndarray) -> np.ndarra
     chosen &= np.isin(y, y[~chosen])
     if not chosen.any():
         raise CovaryError(
-            f"{path}: no client has the {FRACTION} rows of which one is kept for testing. Give a file of test rows: "
-            "--test FILE.csv."
+            f"{path}: no row can be kept for testing, as no client has {FRACTION} rows or each class is there once. "
+            "Give a file of test rows: --test FILE.csv."
         )
     return chosen
 
@@ -267,7 +303,7 @@ def _measurement(
                 fix = "Correct it, empty it if it is missing, or leave the column out with --ignore."
                 many = f"as {counted} of the column's {present} values are" if file is sheet else "as in training"
                 raise file.wrong(name, row, f"{cell!r} is not a number, {many}. {fix}")
-            if value is not None and not np.isfinite(np.float32(value)):
+            if value is not None and not abs(value) <= np.finfo(np.float32).max:
                 raise file.wrong(name, row, f"{cell!r} is too large, or not finite. Correct it, or empty it.")
             values[row] = np.nan if value is None else value
         return values
@@ -278,6 +314,8 @@ def _measurement(
     median = float(np.median(seen[~np.isnan(seen)]))
     gaps = int(np.isnan(values).sum() + np.isnan(later).sum())
     notes = [f"{name}: {gaps} missing values became the median, {median:g}"] if gaps else []
+    comma = next((cell for cell in sheet.column(name) if sheet.comma and "," in cell), None)
+    notes += [f"{name}: commas are decimal, {comma} was read as {_number(sheet, comma):g}"] if comma else []
     values, later = (np.where(np.isnan(part), median, part) for part in (values, later))
     mean, deviation = values[trained].mean(), values[trained].std()
     if deviation == 0:

@@ -66,12 +66,17 @@ class Story:
     settings: dict[str, Any]
     facts: dict[str, Any]
     ended: str | None
+    outcome: str = ""  # what became of it, where that needs a word
     lines: list[Line] = field(default_factory=list)
     target: tuple[str, float] | None = None
     clients: list[dict[str, Any]] = field(default_factory=list)  # label counts, as `clients_of` tells them
     tables: list[Grid] = field(default_factory=list)
     claims: list[Any] = field(default_factory=list)
     diagnosis: dict[str, Any] | None = None
+
+
+class NoReport(CovaryError):
+    """A folder of a command whose results are no runs."""
 
 
 def read(path: Path) -> list[Story]:
@@ -93,13 +98,12 @@ def read(path: Path) -> list[Story]:
             "runs/."
         )
     records = folder.read() if folder.results.is_file() and folder.results.stat().st_size else []
-    command = settings.get("command") or (records[0].get("kind") if records else "")
-    tell = TELLERS.get(str(command))
+    tell = TELLERS.get(str(settings.get("command")))
     if tell is None:
-        known = ", ".join(TELLERS)
-        raise CovaryError(f"{path} is of `covary {command}`, which has no report. Pass a folder of {known}.")
+        raise NoReport(f"{path} is no folder of {', '.join(TELLERS)}: there is no report of it. Pass one that is.")
     try:
         told = tell(records, about, settings)
+        shown = [_checked(clients) for clients in about.get("clients") or []]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CovaryError):
             raise
@@ -112,7 +116,7 @@ def read(path: Path) -> list[Story]:
             settings=settings,
             facts=facts,
             ended=about.get("ended"),
-            clients=list(about.get("clients", [])),
+            clients=shown,
             **told,
         )
     ]
@@ -121,9 +125,10 @@ def read(path: Path) -> list[Story]:
 def of_run(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     algorithm, problem = str(about.get("algorithm", settings["algorithm"])), str(about.get("problem", "digits"))
     columns = {name: _numbers([[r.get(name) for r in records]]) for name in (records[0] if records else {})}
-    goal = settings.get("target")
+    goal, diverged = settings.get("target"), about.get("diverged")
     return {
         "title": f"{settings['algorithm']} on {problem}",
+        "outcome": f"Diverged in round {diverged}: its step-size is too large." if diverged else "",
         "lines": [Line(str(settings["algorithm"]), problem, columns, {"algorithm": algorithm, **settings})],
         "target": None if goal is None else ("accuracy", float(goal)),
     }
@@ -137,6 +142,7 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
     goal = settings.get("target")
     return {
         "title": f"{settings['algorithm']} on {problem}: {len(records)} runs",
+        "tables": [_members(records, about["grid"])] if records else [],
         "lines": [
             Line(f"{settings['algorithm']}, {point}", problem, _stacked(seeds), {"point": point})
             for point, seeds in lines.items()
@@ -145,11 +151,25 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
     }
 
 
+def _members(records: list[dict[str, Any]], grid: list[str]) -> Grid:
+    """Every run of a sweep: its numbers, how it ended, and the best it came to."""
+    best = [name for name in records[0] if name.startswith("best_")]
+    rows: list[Row] = []
+    for record in records:
+        row: Row = [(f"{record[name]:g}", float(record[name])) for name in grid]
+        row += [(str(record["seed"]), float(record["seed"])), (str(record["rounds"]), float(record["rounds"]))]
+        row += [str(record["outcome"])]
+        row += [("", None) if record[name] is None else (f"{record[name]:.4g}", float(record[name])) for name in best]
+        rows.append(row)
+    header = [*grid, "seed", "rounds", "ended", *(name.replace("_", " ") for name in best)]
+    return Grid("Every run", header, rows)
+
+
 def of_compare(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     lines = []
     for record in records[1:]:
         setting = record["setting"]
-        panel = f"{100 * setting['similarity']:g} % similarity"
+        panel = f"digits, {100 * setting['similarity']:g} % similarity"
         columns = {name: _numbers(curves) for name, curves in record["curves"].items()}
         lines.append(Line(str(setting["algorithm"]), panel, columns, {"eta_l": record["eta_l"]}))
     return {
@@ -222,6 +242,19 @@ def clients_of(data: Any, title: str, most: int = 100) -> dict[str, Any]:
     """
     counts = np.asarray(data.label_counts())
     return {"title": title, "clients": len(counts), "examples": int(counts.sum()), "counts": counts[:most].tolist()}
+
+
+def _checked(clients: dict[str, Any]) -> dict[str, Any]:
+    """What `clients_of` told; anything else raises."""
+    counts = np.array(clients["counts"])
+    if counts.ndim != 2 or counts.size == 0 or counts.dtype.kind not in "iu" or counts.min() < 0:
+        raise ValueError("label counts of another form")
+    for name, length in (("names", clients["clients"]), ("labels", counts.shape[1])):
+        if clients.get(name) is not None and not len(clients[name]) >= min(
+            length, len(counts) if name == "names" else length
+        ):
+            raise ValueError(f"{name} of another number")
+    return {**clients, "clients": int(clients["clients"]), "examples": int(clients["examples"])}
 
 
 def _numbers(rows: Sequence[Sequence[Any]]) -> np.ndarray:

@@ -39,7 +39,7 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
         hit = [r for r in seen if r is not None]
         spread = f" ({min(hit)} to {max(hit)})" if len(hit) > 1 and mine is not None else ""
         ratio = theirs / mine if mine and theirs else None
-        sent = float(line.sent[min(int(mine) - 1, len(line.sent) - 1)]) if mine is not None else None
+        sent = float(np.interp(mine, np.arange(1, len(line.sent) + 1), line.sent)) if mine is not None else None
         extreme = float(best_is(line.columns[metric][np.isfinite(line.columns[metric])]))
         row: Row = [line.panel] if several else []
         row += [line.name, *([(f"{line.facts['eta_l']:g}", line.facts["eta_l"])] if step_sizes else [])]

@@ -1,7 +1,8 @@
 "use strict";
 // Plots that can be zoomed, read off and thinned out, by mouse, touch or keys; tables that sort; light and dark.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
+const KEPT = `covary ${location.pathname}`; // what the reader chose is kept for this page alone
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 const saved = recall();
 const view = {
@@ -12,12 +13,12 @@ const view = {
 };
 
 function recall() {
-  try { return JSON.parse(sessionStorage.getItem("covary")) || {}; } catch { return {}; }
+  try { return JSON.parse(sessionStorage.getItem(KEPT)) || {}; } catch { return {}; }
 }
 
 function remember() {
   const kept = { x: view.x, logX: view.logX, hidden: [...view.hidden] };
-  try { sessionStorage.setItem("covary", JSON.stringify(kept)); } catch { /* a page opened from a file may not store */ }
+  try { sessionStorage.setItem(KEPT, JSON.stringify(kept)); } catch { /* a page opened from a file may not store */ }
 }
 
 function element(name, attributes = {}, ...children) {
@@ -111,7 +112,8 @@ class Plot {
     this.shown = this.lines.filter((line) => !view.hidden.has(line.name)).map((line) => ({ line, points: this.points(line) }));
     const xs = this.lines.flatMap((line) => this.points(line).map((p) => p[0]));
     this.whole = [xs.reduce((a, b) => Math.min(a, b), Infinity), xs.reduce((a, b) => Math.max(a, b), -Infinity)];
-    if (!(this.whole[0] < this.whole[1])) this.whole = [this.whole[1] / 2 || 0, this.whole[1] * 1.5 || 1];
+    if (!Number.isFinite(this.whole[0])) this.whole = [0, 1]; // nothing was measured by this x
+    if (!(this.whole[0] < this.whole[1])) this.whole = [this.whole[1] / 2, this.whole[1] * 1.5 || 1];
     const range = (view.range || this.whole).map((v) => Math.min(Math.max(v, this.whole[0]), this.whole[1]));
     const [x0, x1] = range[0] < range[1] ? range : this.whole;
     this.x = scale(x0, x1, view.logX && x0 > 0);
@@ -260,9 +262,11 @@ function redraw() {
 }
 
 function drawEverything(place) {
-  const names = new Map();
+  const legend = document.getElementById("legend"), names = new Map();
+  plots.length = 0;
+  place.replaceChildren();
+  legend.replaceChildren();
   for (const panel of data.panels) for (const line of panel.lines) names.has(line.name) || names.set(line.name, line);
-  const legend = document.getElementById("legend");
   for (const [name, line] of names) {
     const button = element("button", { type: "button", "data-line": name }, swatch(line), name);
     button.addEventListener("click", () => {
@@ -285,6 +289,10 @@ function drawEverything(place) {
   const sent = data.panels.some((panel) => panel.lines.some((line) => line.sent.some((bytes) => bytes)));
   document.getElementById("by").hidden = !sent;
   if (!sent) view.x = "round";
+  redraw();
+}
+
+function controls(place) {
   for (const radio of document.querySelectorAll("input[name=x]")) {
     radio.checked = radio.value === view.x;
     radio.addEventListener("change", () => { view.x = radio.value; zoom(null); });
@@ -295,7 +303,6 @@ function drawEverything(place) {
   document.getElementById("zoom-in").addEventListener("click", () => zoomBy(0.5));
   document.getElementById("zoom-out").addEventListener("click", () => zoomBy(2));
   document.getElementById("zoom-all").addEventListener("click", () => zoom(null));
-  redraw();
   let waiting = 0;
   new ResizeObserver(() => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(redraw); }).observe(place);
 }
@@ -334,25 +341,60 @@ function themed() {
 
 function copying() {
   for (const button of document.querySelectorAll(".copy"))
-    button.addEventListener("click", async () => {
+    button.onclick = async () => {
       try { await navigator.clipboard.writeText(button.parentElement.querySelector("pre").textContent.trim()); button.textContent = "Copied"; }
       catch { button.textContent = "Select the text to copy it"; }
-    });
+    };
 }
 
 async function watch() { // while it is served, a new state of the runs is shown as soon as there is one
-  const first = data.version;
   for (;;) {
     await new Promise((wake) => setTimeout(wake, 1500));
     try {
       const answer = await fetch("version", { cache: "no-store" });
-      if (answer.ok && (await answer.text()) !== first) return location.reload();
-    } catch { return; } // the server has gone: the page stays as it is
+      if (!answer.ok || (await answer.text()) === data.version) continue;
+      const newer = await fetch("/", { cache: "no-store" });
+      if (newer.ok) renew(new DOMParser().parseFromString(await newer.text(), "text/html"));
+    } catch { /* the server is away: the page stays as it is until it is back */ }
   }
 }
 
+function renew(newer) { // what is new is put in place; what the reader has hidden, zoomed, sorted or opened stays so
+  const told = newer.getElementById("data");
+  if (!told) return;
+  const drawn = document.getElementById("plots"), focused = plots.findIndex((plot) => plot.svg === document.activeElement);
+  const pressed = document.activeElement?.dataset?.line;
+  if (!drawn !== !newer.getElementById("plots")) return location.reload(); // the first curves, or the last
+  data = JSON.parse(told.textContent);
+  document.querySelector(".lead").replaceWith(newer.querySelector(".lead"));
+  for (const section of newer.querySelectorAll("main > section:not(#curves)")) {
+    const old = document.getElementById(section.id);
+    if (!old) return location.reload();
+    if (old.innerHTML === section.innerHTML || old.contains(document.activeElement)) continue;
+    const open = [...old.querySelectorAll("details")].map((each) => each.open);
+    const sorted = [...old.querySelectorAll("table.sortable")].map((each) => {
+      const heads = [...each.tHead.rows[0].cells];
+      const at = heads.findIndex((head) => head.hasAttribute("aria-sort"));
+      return at < 0 ? null : [at, heads[at].getAttribute("aria-sort")];
+    });
+    old.replaceWith(section);
+    [...section.querySelectorAll("details")].forEach((each, at) => { each.open = open[at] ?? false; });
+    [...section.querySelectorAll("table.sortable")].forEach((each, number) => {
+      sortable(each);
+      const [at, way] = sorted[number] ?? [null];
+      for (let press = 0; at !== null && press < (way === "ascending" ? 1 : 2); press++)
+        each.tHead.rows[0].cells[at].querySelector("button").click();
+    });
+  }
+  copying();
+  if (!drawn) return;
+  drawEverything(drawn);
+  if (focused >= 0) plots[focused]?.svg.focus();
+  else if (pressed) document.querySelector(`.legend button[data-line="${CSS.escape(pressed)}"]`)?.focus();
+}
+
 const place = document.getElementById("plots");
-if (place) drawEverything(place);
+if (place) { drawEverything(place); controls(place); }
 document.querySelectorAll("table.sortable").forEach(sortable);
 themed();
 copying();
