@@ -207,12 +207,12 @@ def test_runs_of_one_kind_are_told_apart(folders, tmp_path):
 def test_what_became_of_runs_that_diverged_is_told(tmp_path):
     common = ["--clients", "4", "--hidden", "4", "--rounds", "3", "--out", str(tmp_path), "--quiet"]
     run = CliRunner().invoke(app, ["run", "scaffold", "--eta-l", "1e300", *common])
-    swept = CliRunner().invoke(app, ["sweep", "scaffold", "--eta-l", "1e300", "--seeds", "2", "--json", *common])
+    swept = CliRunner().invoke(app, ["sweep", "scaffold", "--eta-l", "1e300", "--seeds", "1", "--json", *common])
     assert (run.exit_code, swept.exit_code) == (1, 1)
     assert json.loads(swept.stdout)["best"] is None
     first, second = sorted(tmp_path.iterdir(), key=lambda path: "sweep" in path.name)
     assert "Diverged in round 1: its step-size is too large." in (first / "report.html").read_text()
-    assert (second / "report.html").read_text().count("<td>diverged</td>") == 2
+    assert (second / "report.html").read_text().count("<td>diverged</td>") == 1
 
 
 def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
