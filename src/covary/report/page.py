@@ -152,10 +152,11 @@ def _told_apart(stories: Sequence[Story]) -> list[Line]:
         name = line.name
         rivals = [(s, other) for s, other in everyone if (other.panel, other.name) == (line.panel, name)]
         if len(rivals) > 1:
-            apart = [key for key in line.facts if len({str(o.facts.get(key)) for _, o in rivals}) > 1]
-            marks = [f"{key} = {line.facts[key]}" for key in apart if key not in ("algorithm", "command")]
+            shared = [key for key in line.facts if all(key in other.facts for _, other in rivals)]
+            apart = [key for key in shared if len({str(other.facts[key]) for _, other in rivals}) > 1]
+            marks = [f"{key} = {line.facts[key]}" for key in apart if key not in ("algorithm", "command")][:3]
             name = f"{name}, {', '.join(marks)}" if marks else name
-            same = [s for s, o in rivals if all(o.facts.get(key) == line.facts.get(key) for key in apart)]
+            same = [s for s, other in rivals if all(other.facts[key] == line.facts[key] for key in apart)]
             name = f"{name} ({story.name})" if len(same) > 1 else name
         taken = sum(other.panel == line.panel and other.name.startswith(name) for other in named)
         twice = any((other.panel, other.name) == (line.panel, name) for other in named)
@@ -178,7 +179,8 @@ def _goal(
 
 def _once(stories: Sequence[Story]) -> list[dict[str, Any]]:
     """The clients of all stories, each data set once."""
-    return list({json.dumps(shown): shown for story in stories for shown in story.clients}.values())
+    everyone = [shown for story in stories for shown in story.clients]
+    return list({json.dumps([shown["title"], shown["counts"]]): shown for shown in everyone}.values())
 
 
 def _lead(stories: Sequence[Story]) -> str:
@@ -225,13 +227,18 @@ def _styles(lines: Sequence[Line]) -> dict[str, dict[str, int]]:
     names = list(dict.fromkeys(line.name for line in lines))
     families: dict[str, list[str]] = {}
     for name in names:
-        families.setdefault(name.split(",")[0], []).append(name)
+        families.setdefault(_family(name), []).append(name)
     own = set(families) <= set(KNOWN) and max(map(len, families.values()), default=0) <= 4
     if own and (len(families) > 1 or len(names) == 1):
         dashes = {name: at for family in families.values() for at, name in enumerate(family)}
         alone = {"sgd": 1} if families.get("sgd") == ["sgd"] else {}
-        return {name: {"style": KNOWN[name.split(",")[0]], "dash": alone.get(name, dashes[name])} for name in names}
+        return {name: {"style": KNOWN[_family(name)], "dash": alone.get(name, dashes[name])} for name in names}
     return {name: {"style": (3 + 5 * at) % 8, "dash": at // 8 % 4} for at, name in enumerate(names)}
+
+
+def _family(name: str) -> str:
+    """The algorithm that a line's name begins with."""
+    return name.split(",")[0].split(" (")[0]
 
 
 def _curves(line: Line) -> dict[str, Any]:

@@ -24,50 +24,53 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
     if goal is None or not lines:
         return ""
     metric, value = goal
-    rounds = {id(line): _mean(line.rounds_to(metric, value)) for line in lines}
-    several, best_is = len({line.panel for line in lines}) > 1, max if direction(metric) > 0 else min
+    panels = list(dict.fromkeys(line.panel for line in lines))
     step_sizes = all("eta_l" in line.facts for line in lines)
     rows: list[Row] = []
-    marked, over = set(), set()
-    for line in lines:
-        rivals = [other for other in lines if other.panel == line.panel]
-        base = next((r for r in rivals if r.name == "sgd"), None) or max(rivals, key=lambda r: _finite(rounds[id(r)]))
-        over.add("sgd" if base.name == "sgd" else "the slowest")
-        mine, theirs, seen = rounds[id(line)], rounds[id(base)], line.rounds_to(metric, value)
-        if mine is not None and mine == min(_finite(rounds[id(r)]) for r in rivals):
-            marked.add(len(rows))
-        hit = [r for r in seen if r is not None]
-        spread = f" ({min(hit)} to {max(hit)})" if len(hit) > 1 and mine is not None else ""
-        ratio = theirs / mine if mine and theirs else None
-        sent = float(np.interp(mine, np.arange(1, len(line.sent) + 1), line.sent)) if mine is not None else None
-        extreme = float(best_is(line.columns[metric][np.isfinite(line.columns[metric])]))
-        row: Row = [line.panel] if several else []
-        row += [line.name, *([(f"{line.facts['eta_l']:g}", line.facts["eta_l"])] if step_sizes else [])]
-        row += [
-            (f"{mine:.0f}{spread}" if mine is not None else f"not in {line.columns[metric].shape[1]}", mine),
-            ("" if ratio is None else f"{ratio:.1f}×", ratio),
-            ("" if not sent else _bytes(sent), sent),
-            (f"{extreme:.4g}", extreme),
-        ]
-        rows.append(row)
-    header = [*(["problem"] if several else []), "line", *(["eta_l"] if step_sizes else [])]
-    base = over.pop() if len(over) == 1 else "sgd or the slowest"
-    header += ["rounds", f"speed-up over {base}", "bytes sent by then", f"best {metric}"]
+    marked: set[int] = set()
+    over: set[str] = set()
+    for panel in panels:
+        rivals = [line for line in lines if line.panel == panel]
+        rounds = [_mean(line.rounds_to(metric, value)) for line in rivals]
+        arrived = [mean for mean in rounds if mean is not None]
+        sgd = [mean for line, mean in zip(rivals, rounds, strict=True) if line.name == "sgd"]
+        base = sgd[0] if sgd else max(arrived, default=None)
+        over.add("sgd" if sgd else "the slowest")
+        for line, mean in zip(rivals, rounds, strict=True):
+            if mean is not None and mean == min(arrived):
+                marked.add(len(rows))
+            own: Row = [(f"{line.facts['eta_l']:g}", line.facts["eta_l"])] if step_sizes else []
+            name: Row = [panel, line.name] if len(panels) > 1 else [line.name]
+            rows.append([*name, *own, *_counted(line, metric, value, mean, base)])
+    header = [*(["problem"] if len(panels) > 1 else []), "line", *(["eta_l"] if step_sizes else [])]
+    header += ["rounds", f"speed-up over {' or '.join(sorted(over))}", "bytes sent by then", f"best {metric}"]
     seeds = max(len(line.columns[metric]) for line in lines)
     note = f"Means over {seeds} seeds, with the least and the greatest. " if seeds > 1 else ""
-    grid = Grid(
-        f"Rounds to {metric} {value:g}", header, rows, note + "The fewest rounds of each problem are set in bold."
-    )
-    return table(grid, marked)
+    note += "The fewest rounds of each problem are set in bold."
+    return table(Grid(f"Rounds to {metric} {value:g}", header, rows, note), marked)
+
+
+def _counted(line: Line, metric: str, value: float, mean: float | None, base: float | None) -> Row:
+    """A line's rounds to the target, its speed-up, the bytes it sent by then, and the best value it came to."""
+    known = line.columns[metric][np.isfinite(line.columns[metric])]
+    best = float(known.max() if direction(metric) > 0 else known.min())
+    reached: Row = [(f"{best:.4g}", best)]
+    if mean is None:
+        return [(f"not in {line.columns[metric].shape[1]}", None), ("", None), ("", None), *reached]
+    seeds = [r for r in line.rounds_to(metric, value) if r is not None]
+    spread = f" ({min(seeds)} to {max(seeds)})" if len(seeds) > 1 else ""
+    sent = float(np.interp(mean, np.arange(1, len(line.sent) + 1), line.sent))
+    return [
+        (f"{mean:.0f}{spread}", mean),
+        ("", None) if base is None else (f"{base / mean:.1f}×", base / mean),
+        (_bytes(sent), sent) if sent else ("", None),
+        *reached,
+    ]
 
 
 def _mean(rounds: Sequence[int | None]) -> float | None:
     known = [r for r in rounds if r is not None]
     return float(np.mean(known)) if len(known) == len(rounds) else None
-
-
-def _finite(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def _bytes(count: float) -> str:
