@@ -407,7 +407,8 @@ def test_a_node_that_missed_the_first_question_is_asked_again(tmp_path, monkeypa
         return None
 
     now = [0.0]  # an hour passes with every look at the clock
-    monkeypatch.setattr("covary.flower.server.time", FastClock(now))
+    for room in ("server", "post"):
+        monkeypatch.setattr(f"covary.flower.{room}.time", FastClock(now))
     deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 1, patience=1e9)
     assert len(asked) == 2
 

@@ -11,10 +11,11 @@ except ImportError as error:
     raise ImportError("covary.flower needs Flower: pip install 'covary[flower]'") from error
 
 if TYPE_CHECKING:
+    from covary.flower.app import server_app
     from covary.flower.client import client_app
     from covary.flower.model import load_model
     from covary.flower.proof import Audit, audit
-    from covary.flower.server import serve, server_app
+    from covary.flower.server import serve
     from covary.flower.settings import Settings
     from covary.flower.torch import flat_parameters, load_parameters, torch_client_app
 
@@ -35,7 +36,8 @@ ROOMS = {
     "proof": ("Audit", "audit"),
     "client": ("client_app",),
     "model": ("load_model",),
-    "server": ("serve", "server_app"),
+    "app": ("server_app",),
+    "server": ("serve",),
     "settings": ("Settings",),
     "torch": ("flat_parameters", "load_parameters", "torch_client_app"),
 }

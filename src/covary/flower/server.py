@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
 import time
 import warnings
@@ -13,9 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from flwr.app import Context, Message, RecordDict
-from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 
 from covary.algorithm import Algorithm, Exchange
 from covary.checks import whole
@@ -25,72 +22,16 @@ from covary.errors import CovaryError, DivergenceWarning, refused
 from covary.flower.history import columns, is_metric, measured
 from covary.flower.journal import Ledger, Member, Order
 from covary.flower.merge import Arrays, Reply, merge, named, prefixed, upload_like
-from covary.flower.settings import Settings, checked_settings, goal, overridden
+from covary.flower.post import console, exchange, identity
+from covary.flower.settings import Settings, goal
 from covary.flower.start import spec_of, start_of
-from covary.flower.wire import FACTS, bytes_of, facts_of, pack, shown, vectors_of
+from covary.flower.wire import FACTS, bytes_of, pack, shown, vectors_of
 from covary.plan import cohort_size
 from covary.report.folder import RunFolder
 from covary.simulate import Run
 
-console = Console(highlight=False, markup=False, soft_wrap=True)  # what nodes say is shown as it is
 VISITS = 3  # in vain, before a warm start goes on without a member
 LOSSES = 3  # losses of a member's state before it is no longer asked
-
-
-def server_app(
-    algorithm: Algorithm,
-    model: Any,
-    *,
-    rounds: int,
-    evaluate: Callable[[np.ndarray], Mapping[str, float]] | None = None,
-    **settings: Any,
-) -> ServerApp:
-    """A Flower ServerApp that runs an algorithm among the nodes that are connected.
-
-    `flwr run . here --run-config 'rounds=20 eta-l=0.05'` overrides what is given here: every setting below, and every
-    number of the algorithm, goes by its name with dashes, if the app's `pyproject.toml` lists it.
-
-    Args:
-        algorithm: from `covary.scaffold(...)` and its like.
-        model: where to start: a covary model (its `init`), a PyTorch module, or parameters.
-        rounds: communication rounds, those of the warm start included.
-        evaluate: `evaluate(x) -> dict of numbers`, measured by the server itself at the flat vector x.
-        settings: `clients_per_round local_steps local_epochs batch_size seed warm_start weights eval_every` as in
-            `covary.simulate`; `target` as a text, "accuracy >= 0.9"; and `min_clients` (nodes to wait for before the
-            first round, 2), `min_replies` (a round with fewer is abandoned and tried again, 1), `round_timeout`
-            (seconds, 600), `patience` (seconds without progress until the server gives up, 600), `forget_after`
-            (rounds of absence after which a node counts as gone for good, never), `largest` (uploads with larger
-            numbers are refused, 1e6), `checkpoint` (a folder), `resume` (go on from it, False).
-
-    >>> import covary as cv
-    >>> from covary.flower import server_app
-    >>> model = cv.models.logistic_regression(64, 10)
-    >>> app = server_app(cv.scaffold(eta_l=0.3), model, rounds=20, local_steps=10, checkpoint="digits")
-    """
-    chosen = checked_settings(rounds, settings)
-    if not isinstance(algorithm, Algorithm):
-        raise refused("algorithm", "an Algorithm", type(algorithm).__name__, "Try covary.scaffold(eta_l=0.1).")
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        wanted = {str(name).replace("-", "_"): value for name, value in context.run_config.items()}
-        serve(grid, _with_numbers(algorithm, wanted), model, overridden(chosen, wanted), evaluate)
-
-    return app
-
-
-def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
-    import covary
-
-    changed = {name: float(wanted[name]) for name in algorithm.numbers if name in wanted}
-    if not changed or algorithm.recipe is None:
-        return algorithm
-    factory = getattr(covary, algorithm.recipe[0].__name__, None)
-    if getattr(factory, "__wrapped__", None) is not algorithm.recipe[0]:
-        raise CovaryError(f"{', '.join(changed)} of an algorithm of your own cannot be set from the run configuration.")
-    assert factory is not None
-    return factory(**{**algorithm.numbers, **changed}, **dict(algorithm.recipe[1]))
 
 
 def serve(
@@ -374,45 +315,7 @@ class Server:
         look: Callable[[str, Message, dict[str, Any]], Any],
         group: str = "",
     ) -> dict[str, Any]:
-        """Send, and look at each reply as it comes, until all are there or time is up.
-
-        Who reports an error, is refused at the look, or does not answer is named in the log and left out.
-        """
-        names, time_left = list(nodes), self.settings.round_timeout
-        messages = [
-            Message(contents[n], dst_node_id=nodes[n], message_type=kind, ttl=time_left, group_id=group) for n in names
-        ]
-        sent = self.grid.push_messages(messages) if messages else []
-        waiting = {str(i): name for i, name in zip(sent, names, strict=False) if i is not None}
-        seen: dict[str, Any] = {}
-        for name in set(names) - set(waiting.values()):
-            console.print(f"{name}: its message could not be sent.")
-        deadline, pause = time.monotonic() + time_left, 0.02
-        late = False
-        while waiting and not late:
-            late = time.monotonic() >= deadline  # then this is the last look
-            _bound_pulls(max(1.0, deadline - time.monotonic()))
-            for message in self.grid.pull_messages(list(waiting)):
-                name = waiting.pop(message.metadata.reply_to_message_id, None)
-                if name is None:
-                    console.print("A second reply to one message was dropped.")
-                    continue
-                try:
-                    if message.has_error():
-                        raise CovaryError(f"{message.error.reason} (error {message.error.code})")
-                    facts = facts_of(message)
-                    if "refused" in facts:
-                        self._heed(name, facts)
-                        raise CovaryError(f"it refuses: {facts['refused']}")
-                    seen[name] = look(name, message, facts)
-                except Exception as error:  # whatever one node sends, the others go on
-                    why = str(error) if isinstance(error, CovaryError) else repr(error)
-                    console.print(f"{name} is left out: {shown(why)}")
-            time.sleep(pause)
-            pause = min(0.1, 1.5 * pause)
-        for name in waiting.values():
-            console.print(f"{name} is left out: no reply in {time_left:g} s.")
-        return seen
+        return exchange(self.grid, kind, nodes, contents, look, self._heed, self.settings.round_timeout, group)
 
     def _heed(self, name: str, facts: dict[str, Any]) -> None:
         """Draw the consequences of a refusal that says why."""
@@ -586,19 +489,3 @@ class Server:
             for row in kept:
                 self.history.append(row, durable=True)
         return kept
-
-
-def _bound_pulls(seconds: float) -> None:
-    """Let Flower wait so long, not two hours, for the rest of a reply whose sender died while it was sending."""
-    with contextlib.suppress(ImportError):  # of another version of Flower
-        from flwr.supercore.inflatable.inflatable_utils import pull_objects
-
-        if pull_objects.__kwdefaults__ and "max_time" in pull_objects.__kwdefaults__:
-            pull_objects.__kwdefaults__["max_time"] = seconds
-
-
-def identity(info: Any) -> str:
-    """A node's name: its public key's fingerprint. It is the same after a restart if the key was registered."""
-    if info.public_key:
-        return hashlib.sha256(bytes(info.public_key)).hexdigest()[:16]
-    return f"node-{info.node_id}"
