@@ -50,6 +50,16 @@ def history(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def two_rounds(parent):
+    """The folder of a run with two rounds so far, and no count of bytes."""
+    folder = RunFolder(parent / "going")
+    folder.path.mkdir()
+    folder.settle({"command": "run", "algorithm": "sgd", "target": None})
+    for number in (1, 2):
+        folder.append({"round": number, "loss": 1 / number, "accuracy": 0.1 * number})
+    return folder
+
+
 def drawn(opened_page):
     """The names of the curves in the first plot."""
     paths = opened_page.locator(".plot").first.locator("path.line")
@@ -169,11 +179,7 @@ def test_names_from_a_folder_stay_text(folders, tmp_path):
 
 @needs_browser
 def test_a_served_page_follows_a_run_and_answers_to_its_own_name_only(folders, tmp_path):
-    folder = RunFolder(tmp_path / "going")
-    folder.path.mkdir()
-    folder.settle({"command": "run", "algorithm": "sgd", "target": None})
-    for number in (1, 2):
-        folder.append({"round": number, "loss": 1 / number, "accuracy": 0.1 * number})
+    folder = two_rounds(tmp_path)
     with server([folder.path]) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         where = f"http://127.0.0.1:{serving.server_port}/"
@@ -228,21 +234,15 @@ def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
     "clients", [5, [5], [{"title": "x"}], [{"title": "x", "clients": 1, "examples": 1, "counts": []}]]
 )
 def test_damaged_facts_are_refused(folders, tmp_path, clients):
-    folder = RunFolder(tmp_path)
-    folder.settle({"command": "run", "algorithm": "sgd", "target": None})
-    folder.append({"round": 1, "accuracy": 0.5})
+    folder = two_rounds(tmp_path)
     folder.describe(clients=clients)
     with pytest.raises(CovaryError, match="is not what covary writes"):
-        page([tmp_path])
+        page([folder.path])
 
 
 @needs_browser
 def test_lines_without_bytes_are_not_drawn_by_bytes(folders, tmp_path):
-    folder = RunFolder(tmp_path / "plain")
-    folder.path.mkdir()
-    folder.settle({"command": "run", "algorithm": "sgd", "target": None})
-    for number in (1, 2):
-        folder.append({"round": number, "accuracy": 0.1 * number})
+    folder = two_rounds(tmp_path)
     for chosen in ([folder.path], [folder.path, folders[0]]):
         write_page(chosen, tmp_path / "report.html")
         with opened((tmp_path / "report.html").as_uri()) as shown:
@@ -264,8 +264,9 @@ def test_a_report_of_runs_made_in_python(tmp_path):
     for wrong in ({}, [runs["scaffold"]], {"x": 3}):
         with pytest.raises(CovaryError, match="runs must be a dict"):
             cv.write_report(tmp_path / "report.html", wrong)
-    with pytest.raises(CovaryError, match="target must be a column"):
-        cv.write_report(tmp_path / "report.html", runs, target=("accuracy", 0.5))
+    for wrong in (("accuracy", 0.5), 0.9, ("loss", "x"), ("cohort", 1)):
+        with pytest.raises(CovaryError, match="target must be a column"):
+            cv.write_report(tmp_path / "report.html", runs, target=wrong)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

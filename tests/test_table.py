@@ -175,6 +175,17 @@ def test_what_spreadsheets_and_pandas_add_is_left_out(file):
     assert "age: commas are decimal, 1.012,5 was read as 1012.5" in found.notes
 
 
+def test_commas_in_numbers_are_read_or_refused(file):
+    header = HEADER.replace(",", ";")
+    rows = [f"north;{number};m;{i % 2}" for i, number in enumerate([",5", "2,5e3", "7", "-1,25"] * 8)]
+    assert read(written(file, *rows, header=header)).features == ["age"]
+    rows += ["north;1.012,5;m;1", "north;1.013;m;0"]
+    with pytest.raises(CovaryError, match=r"column age, row 35: '1.013' may have a point for thousands"):
+        read(written(file, *rows, header=header))
+    tabs = [row.replace(",", "\t") for row in ROWS]
+    assert read(written(file, HEADER.replace(",", "\t"), *tabs, header="sep=\t")).clients == ["north", "south"]
+
+
 def test_the_training_file_is_no_test_file(file):
     with pytest.raises(CovaryError, match="is both the training and the test file"):
         read(written(file, *ROWS), test=file)

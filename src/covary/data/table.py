@@ -149,7 +149,7 @@ def _read(path: Path) -> Sheet:
     if "\0" in text:
         row = text[: text.index("\0")].count("\n") + 1
         raise CovaryError(f"{path}, row {row}: no text. Pass a CSV file: a spreadsheet program can save as one.")
-    first = text.split("\n", 1)[0].strip()
+    first = text.split("\n", 1)[0].strip(" \r")
     announced = re.fullmatch(r'"?sep=(.)"?', first)  # a line for Excel
     bare = re.sub(r'"[^"]*"', "", first)
     delimiter = announced[1] if announced else max(",;\t|", key=bare.count)
@@ -221,7 +221,7 @@ def _present(sheet: Sheet, name: str, what: str) -> list[str]:
 
 def _number(sheet: Sheet, cell: str) -> float | None:
     """The number that a text is, or None: 12.5, and where commas do not separate cells 12,5 and 1.012,5 too."""
-    if sheet.comma and re.fullmatch(r"[-+]?(\d+|\d{1,3}(\.\d{3})+),\d*", cell):
+    if sheet.comma and re.fullmatch(r"[-+]?(\d*|\d{1,3}(\.\d{3})+),\d*([eE][-+]?\d+)?", cell):
         cell = cell.replace(".", "").replace(",", ".")
     try:
         return None if "_" in cell else float(cell)
@@ -308,6 +308,12 @@ def _measurement(
             values[row] = np.nan if value is None else value
         return values
 
+    if any(re.fullmatch(r"[-+]?\d{1,3}(\.\d{3})+,\d*", cell) for cell in sheet.column(name)):
+        for row, cell in enumerate(sheet.column(name)):
+            if re.fullmatch(r"[-+]?\d{1,3}(\.\d{3})+", cell):
+                raise sheet.wrong(
+                    name, row, f"{cell!r} may have a point for thousands, as others do. Write it without."
+                )
     values = values_of(sheet)
     later = np.empty(0) if held_out is None else values_of(held_out)
     seen = values[trained]

@@ -70,7 +70,7 @@ def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, f
     place = checked_path("path", path)
     if not isinstance(runs, Mapping) or not runs or not all(isinstance(run, Run) for run in runs.values()):
         raise refused("runs", "a dict of names and Runs", repr(runs)[:80], 'Try {"scaffold": run}.')
-    if target is not None and not all(len(target) == 2 and target[0] in run.history for run in runs.values()):
+    if target is not None and not _is_goal(target, runs):
         raise refused("target", "a column of every run's history and a value", target, 'Try ("loss", 0.1).')
     lines = [
         Line(str(name), "", {key: column[None] for key, column in run.history.items() if column.ndim == 1})
@@ -83,6 +83,12 @@ def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, f
         replace(place, _html([story], target, None).encode())
     except OSError as error:
         raise refused("path", "a file that can be written", f"{place} ({error.strerror})", "Choose another.") from None
+
+
+def _is_goal(target: Any, runs: Mapping[str, Run]) -> bool:
+    if not isinstance(target, tuple) or len(target) != 2 or not isinstance(target[1], int | float | np.number):
+        return False
+    return all(target[0] in run.history and run.history[target[0]].ndim == 1 for run in runs.values())
 
 
 def page(folders: Sequence[Path], target: float | None = None, version: str | None = None) -> str:

@@ -370,7 +370,8 @@ function renew(newer) { // what is new is put in place; what the reader has hidd
   for (const section of newer.querySelectorAll("main > section:not(#curves)")) {
     const old = document.getElementById(section.id);
     if (!old) return location.reload();
-    if (old.innerHTML === section.innerHTML || old.contains(document.activeElement)) continue;
+    if (old.innerHTML === section.innerHTML) continue;
+    const button = [...old.querySelectorAll("button, summary")].indexOf(document.activeElement);
     const open = [...old.querySelectorAll("details")].map((each) => each.open);
     const sorted = [...old.querySelectorAll("table.sortable")].map((each) => {
       const heads = [...each.tHead.rows[0].cells];
@@ -385,6 +386,7 @@ function renew(newer) { // what is new is put in place; what the reader has hidd
       for (let press = 0; at !== null && press < (way === "ascending" ? 1 : 2); press++)
         each.tHead.rows[0].cells[at].querySelector("button").click();
     });
+    if (button >= 0) section.querySelectorAll("button, summary")[button]?.focus();
   }
   copying();
   if (!drawn) return;
