@@ -17,6 +17,7 @@ import covary as cv
 from covary.cli import app as cli
 from covary.errors import CovaryError
 from covary.flower import (
+    Limits,
     Settings,
     audit,
     client_app,
@@ -42,6 +43,7 @@ ALGORITHMS = {
     "vrl_sgd": cv.vrl_sgd(0.3),
 }
 ROUND = {"local_steps": 3, "batch_size": 4}
+OPEN = Limits(smallest_batch=1, whole_passes=False)  # small clients, any number of steps
 
 
 def parts(sizes=(12,) * N, seed=0):
@@ -53,12 +55,12 @@ def jax_apps(folder, data, model=MODEL, **options):
     apps = {}
     for i, part in enumerate(data):
         own = cv.supervised(model, cv.FederatedData.from_clients([part]))
-        apps[i] = (client_app(own, state=folder / f"state{i}", **options), {"partition-id": i})
+        apps[i] = (client_app(own, state=folder / f"state{i}", **{"limits": OPEN, **options}), {"partition-id": i})
     return apps
 
 
 def deploy(folder, grid, algorithm, rounds=4, model: Any = MODEL, **settings):
-    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": 10.0, **ROUND, **settings}
+    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": 60.0, **ROUND, **settings}
     return serve(grid, algorithm, model, Settings(rounds, **settings))
 
 
@@ -154,7 +156,9 @@ def torch_loss(module, batch):
 def torch_apps(folder, data, build=torch_linear, loader=lambda part: tuple(map(torch.tensor, part)), **options):
     return {
         i: (
-            torch_client_app(build(), torch_loss, loader(part), state=folder / f"state{i}", **options),
+            torch_client_app(
+                build(), torch_loss, loader(part), state=folder / f"state{i}", **{"limits": OPEN, **options}
+            ),
             {"partition-id": i},
         )
         for i, part in enumerate(data)
@@ -222,7 +226,7 @@ def test_evaluation_leaves_a_module_in_training(tmp_path):
         return torch_loss(module, batch)
 
     data = tuple(map(torch.tensor, parts()[0]))
-    grid = LoopbackGrid({0: (torch_client_app(module, loss, data, state=tmp_path / "state0"), {})})
+    grid = LoopbackGrid({0: (torch_client_app(module, loss, data, state=tmp_path / "state0", limits=OPEN), {})})
     deploy(tmp_path, grid, cv.scaffold(0.1), 2, torch_linear())
     assert seen == [True] * 3 + [False] + [True] * 3 + [False]
 
@@ -262,7 +266,10 @@ def test_batches_of_dicts_and_dropped_rows_are_weighed_by_what_was_seen(tmp_path
 
     data = parts()
     apps = {
-        i: (torch_client_app(torch_linear(), loss, Loader(part), state=tmp_path / f"state{i}"), {"partition-id": i})
+        i: (
+            torch_client_app(torch_linear(), loss, Loader(part), state=tmp_path / f"state{i}", limits=OPEN),
+            {"partition-id": i},
+        )
         for i, part in enumerate(data)
     }
     run = deploy(tmp_path, LoopbackGrid(apps), cv.sgd(0.5), 2, torch_linear())
@@ -278,11 +285,12 @@ def test_batches_of_dicts_and_dropped_rows_are_weighed_by_what_was_seen(tmp_path
         (7, "tensors, or batches with a length"),
     ],
 )
-def test_loaders_that_cannot_be_trained_on_are_refused(loader, why, tmp_path, capsys):
+def test_loaders_that_cannot_be_trained_on_are_refused(loader, why, tmp_path, capsys, caplog):
     apps = torch_apps(tmp_path, parts()[:2])
     apps[2] = (torch_client_app(torch_linear(), torch_loss, loader, state=tmp_path / "other"), {})
     deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.1), 1, torch_linear(), min_clients=2)
-    assert why in capsys.readouterr().out
+    assert why in caplog.text  # the node's own log
+    assert "is left out: CovaryError" in capsys.readouterr().out
 
 
 def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):
@@ -316,7 +324,8 @@ LIES = {
     "no token": lambda facts, up: ({}, up),
     "big drift": lambda facts, up: (facts | {"drift": 10**400, "token": ""}, up),
     "control characters": lambda facts, up: ({"refused": "\ud800\x1b[2J\n[/x]"}, up),
-    "lost what was never counted": lambda facts, up: ({"lost": "everything"}, up),
+    "lost what was never counted": lambda facts, up: ({"refused": "StateLost", "epoch": -1}, up),
+    "an extra record": lambda facts, up: (facts, up | {"more": np.zeros(10)}),
     "objects": lambda facts, up: (facts, {n: np.array(["a"] * len(a)) for n, a in up.items()}),
 }
 

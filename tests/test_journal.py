@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import covary as cv
 from covary.client import client_loop
 from covary.flower import merge as honest
-from covary.flower.journal import ClientJournal, Ledger, Member, Order, Refused, StateLost
+from covary.flower.journal import ClientJournal, Ledger, Member, Order
 from covary.flower.merge import Reply, merge
+from covary.flower.refusals import Refused, StateLost
 
 D, K, ALGORITHM = 2, 2, cv.scaffold(eta_l=0.1, option="I")
 (TRIP,) = ALGORITHM.exchanges

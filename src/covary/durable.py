@@ -43,15 +43,15 @@ class File:
     ({'x': array([0., 1., 2.])}, {'round': 7})
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, private: bool = False):
+        self.path, self.private = path, private  # private: for nobody else to read
 
     def write(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
         """Replace the file. When this returns, the new content is on the disk; before, the old one is."""
         arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         told = json.dumps(facts, allow_nan=False, default=lambda number: number.item())
         content = save(arrays, {"facts": told, "sha256": _digest(arrays, told)})
-        replace(self.path, content)
+        replace(self.path, content, self.private)
 
     def read(self, most: int | None = None) -> Content | None:
         """The content, or None if there is no file. A file that is not what was written is refused.
@@ -86,12 +86,13 @@ def _digest(arrays: Mapping[str, np.ndarray], told: str) -> str:
     return digest.hexdigest()
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes, private: bool = False) -> None:
     """Put a file in the place of another, if there is one: at every moment there is the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
     draft = path.with_name(path.name + ".draft")
     draft.unlink(missing_ok=True)
-    with draft.open("xb") as file:  # not through a link
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # not through a link
+    with open(os.open(draft, flags, 0o600 if private else 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -147,8 +148,10 @@ def refuse_links(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
+def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator[None]:
     """Hold a folder against other processes; the operating system lets go of it when this process ends, however.
+
+    A private folder is closed to other users, even if it was open to them before.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)), held(Path(folder)):  # doctest: +ELLIPSIS
@@ -159,9 +162,12 @@ def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     import fcntl  # not on Windows, where the rest of covary works
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+        if private and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            folder.chmod(0o700)
         refuse_links(folder)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(folder / "lock", flags, 0o600 if private else 0o644)
     except (OSError, ValueError) as error:
         raise CovaryError(f"{folder} cannot be written to ({error}). Give another folder.") from None
     deadline = time.monotonic() + patience

@@ -22,7 +22,6 @@ STEPS, BATCH, FEATURES, CLASSES, SIZE = {steps}, {batch}, {features}, {classes},
 
 
 def network():
-    torch.manual_seed(0)
     return torch.nn.Linear(FEATURES, CLASSES)
 
 
@@ -37,10 +36,11 @@ def data(context):
 """
 OURS = {
     "client": """
-        from covary.flower import torch_client_app
+        from covary.flower import Limits, torch_client_app
         from {package}.task import data, loss, network
 
-        app = torch_client_app(lambda context: network(), loss, data)
+        limits = Limits(smallest_batch=1, whole_passes=False)
+        app = torch_client_app(lambda context: network(), loss, data, limits=limits)
     """,
     "server": """
         import covary as cv
@@ -48,7 +48,7 @@ OURS = {
         from {package}.task import BATCH, STEPS, network
 
         app = server_app(
-            cv.scaffold(eta_l=0.1), network(), rounds=1, local_steps=STEPS, batch_size=BATCH, eval_every=0
+            cv.scaffold(eta_l=0.1), network, rounds=1, local_steps=STEPS, batch_size=BATCH, eval_every=0
         )
     """,
 }

@@ -13,6 +13,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from covary.flower.app import server_app
     from covary.flower.client import client_app
+    from covary.flower.ending import Outcome, outcome
+    from covary.flower.limits import Limits
     from covary.flower.model import load_model
     from covary.flower.proof import Audit, audit
     from covary.flower.server import serve
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Audit",
+    "Limits",
+    "Outcome",
     "Settings",
     "audit",
     "client_app",
     "flat_parameters",
     "load_model",
     "load_parameters",
+    "outcome",
     "serve",
     "server_app",
     "torch_client_app",
@@ -35,7 +40,9 @@ __all__ = [
 ROOMS = {
     "proof": ("Audit", "audit"),
     "client": ("client_app",),
+    "limits": ("Limits",),
     "model": ("load_model",),
+    "ending": ("Outcome", "outcome"),
     "app": ("server_app",),
     "server": ("serve",),
     "settings": ("Settings",),

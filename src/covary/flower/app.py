@@ -30,7 +30,8 @@ def server_app(
 
     Args:
         algorithm: from `covary.scaffold(...)` and its like.
-        model: where to start: a covary model (its `init`), a PyTorch module, or parameters.
+        model: where to start: a covary model (its `init`), a PyTorch module, parameters, or a function without
+            arguments that builds one of these (PyTorch's generator is seeded with `seed` for it).
         rounds: communication rounds, those of the warm start included.
         evaluate: `evaluate(x) -> dict of numbers`, measured by the server itself at the flat vector x.
         settings: `clients_per_round local_steps local_epochs batch_size seed warm_start weights eval_every` as in
@@ -38,7 +39,8 @@ def server_app(
             first round, 2), `min_replies` (a round with fewer is abandoned and tried again, 1), `round_timeout`
             (seconds, 600), `patience` (seconds without progress until the server gives up, 600), `forget_after`
             (rounds of absence after which a node counts as gone for good, never), `largest` (uploads with larger
-            numbers are refused, 1e6), `checkpoint` (a folder), `resume` (go on from it, False).
+            numbers are refused, 1e6), `screen` (uploads with more than so many times the median norm are not counted,
+            5; None for no such bound), `checkpoint` (a folder), `resume` (go on from it, False).
 
     >>> import covary as cv
     >>> from covary.flower import server_app

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,26 +21,27 @@ from covary.checks import non_negative, positive
 from covary.client import Guard
 from covary.cohort import work_of_client
 from covary.devices import Place
-from covary.durable import Damaged, File, held
-from covary.errors import CovaryError, refused
+from covary.errors import refused
 from covary.evaluate import measure
-from covary.flower.journal import ClientJournal, Order, Refused, Stale, StateLost
-from covary.flower.wire import facts_of, pack, vectors_of
-from covary.plan import Layout, Plan, make_plan
+from covary.flower.journal import Order
+from covary.flower.limits import Limits, smallest_batch_of
+from covary.flower.refusals import (
+    BuffersUnclipped,
+    KeepsMetrics,
+    NotCovarys,
+    OtherModel,
+    OtherSteps,
+    UnknownAlgorithm,
+    told,
+)
+from covary.flower.state import StateFolder, state_folder
+from covary.flower.wire import bytes_of, facts_of, pack, vectors_of
+from covary.plan import Layout, Plan, batches_of, make_plan
 from covary.problem import Problem
 from covary.program import Program, Target, World
 
 FACTORIES = tuple(getattr(algorithms, name) for name in algorithms.__all__)
 FULL_BATCH = {"local_steps": None, "local_epochs": None, "batch_size": None}
-BUSY = 600.0  # seconds to wait for a process that still works on an earlier order
-
-
-class OtherSteps(Refused):
-    """The server counts on another number of steps than this node takes now."""
-
-    def __init__(self, steps: int, expected: int):
-        super().__init__(f"this node now takes {steps} steps, and was counted on for {expected}")
-        self.steps = steps
 
 
 class Task(NamedTuple):
@@ -55,21 +55,21 @@ class Task(NamedTuple):
     warm: bool  # a trip of the warm start
     steps: int | None  # K, where the server forms from it what option II leaves unsent
     number: int  # i
+    cohort: int  # nodes that are asked in this trip
 
     def build(self, factories: Iterable[Callable[..., Algorithm]]) -> Algorithm:
         """The algorithm that is named, with its numbers checked as always."""
         known = {factory.__name__: factory for factory in factories}
         name = self.algorithm["name"]
         if name not in known:
-            fix = "Pass your own factory to the client app too: factories=[...]."
-            raise refused("algorithm", f"one of {', '.join(known)}", repr(name), fix)
+            raise UnknownAlgorithm(f"the server names the algorithm {name!r}; this node knows {', '.join(known)}")
         return known[name](**self.algorithm["numbers"], **self.algorithm["options"])
 
     def exchange(self, algorithm: Algorithm) -> Exchange:
         if not self.warm:
             return algorithm.trips(self.steps)[self.trip - 1]
         if algorithm.warm_start is None:
-            raise CovaryError(f"{algorithm.name} has no warm start")
+            raise NotCovarys(f"{algorithm.name} has no warm start")
         return algorithm.warm_start
 
 
@@ -101,6 +101,8 @@ class Node(Protocol):
 
     def steps(self, training: dict[str, Any]) -> int: ...  # K
 
+    def batches(self, batch_size: Any) -> tuple[int, int]: ...  # rows of the smallest one, and how many make a pass
+
     def work(
         self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]: ...  # up, client, buffers, drift
@@ -115,6 +117,7 @@ def client_app(
     clip: float | None = None,
     noise: float = 0.0,
     evaluate: bool | None = None,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
     factories: Iterable[Callable[..., Algorithm]] = (),
 ) -> ClientApp:
     """A Flower ClientApp for a JAX model: any algorithm that the server names, on this node's own data.
@@ -123,12 +126,13 @@ def client_app(
         problem: this node's data and model, with one client in it, or a function of Flower's `Context` that builds
             it; `context.node_config` has what the node was started with.
         state: the folder for this node's control variate; by default the node's setting `state`, as in
-            `flower-supernode --node-config 'state="/var/lib/covary"'`. Algorithms without client state need none.
+            `covary node --state /var/lib/covary`.
         clip: the largest norm of a change of the model (and of a gradient) that leaves this node.
         noise: Gaussian noise on top, as a multiple of `clip`, in every coordinate. Both are applied before anything
             is kept or sent, so that what this node keeps is what the server counted.
         evaluate: whether this node tells its loss and metrics at a model that the server sends. By default it does,
             unless it clips: from enough exact losses a server can work out exact gradients.
+        limits: what the owner of this node allows a server to ask for: `covary.flower.Limits`.
         factories: algorithms of your own that the server may name, beside covary's.
 
     >>> import numpy as np, covary as cv
@@ -144,7 +148,7 @@ def client_app(
     def node(context: Context) -> Node:
         return JaxNode(problem if isinstance(problem, Problem) else problem(context))
 
-    return build_app(node, state, checked_privacy(clip, noise, evaluate), (*FACTORIES, *factories))
+    return build_app(node, state, checked_privacy(clip, noise, evaluate), limits, (*FACTORIES, *factories))
 
 
 def checked_privacy(clip: float | None, noise: float, evaluate: bool | None) -> Privacy:
@@ -161,74 +165,75 @@ def build_app(
     node_of: Callable[[Context], Node],
     state: str | Path | None,
     privacy: Privacy,
+    limits: Limits,
     factories: tuple[Callable[..., Algorithm], ...],
 ) -> ClientApp:
-    """The handlers of a node, whatever its framework. What it will not do, it refuses with a reason in its reply."""
+    """The handlers of a node, whatever its framework. What it does not do, it refuses by name."""
     app = ClientApp()
+    if not isinstance(limits, Limits):
+        raise refused("limits", "a covary.flower.Limits", type(limits).__name__, "Try Limits(smallest_batch=32).")
 
-    def ready(node: Node, facts: dict[str, Any]) -> None:
-        """Refuse a server with another model, and a model that a clip does not cover."""
-        if facts["form"] != node.form:
-            raise CovaryError(
-                f"the server's model ({facts['about']}) is not this node's ({len(node.x)} numbers of {node.x.dtype}): "
-                "names, shapes, types and frozen parameters have to be the same. Use one model, and one setting of "
-                "jax_enable_x64, on both."
-            )
-        if privacy.used and node.buffers:
-            names = ", ".join(node.buffers)
-            raise CovaryError(f"clip does not cover the averages of buffers ({names}). Use a model without them.")
-
-    def answer(work: Callable[[Message, Context, Node], RecordDict]) -> Callable[[Message, Context], Message]:
+    def answer(work: Callable[[Message, Visit], RecordDict]) -> Callable[[Message, Context], Message]:
         def handle(message: Message, context: Context) -> Message:
             try:
-                content = work(message, context, node_of(context))
-            except StateLost as error:
-                content = pack({"lost": str(error), "epoch": error.epoch})
-            except Stale as error:
-                content = pack({"refused": str(error), "stale": True})
-            except OtherSteps as error:
-                content = pack({"refused": str(error), "steps": error.steps})
-            except (Refused, CovaryError) as error:
-                content = pack({"refused": str(error)})
+                own = limits.overridden(context.node_config)
+                node = node_of(context)
+                own.check_message(
+                    bytes_of(message.content), node.x.nbytes + sum(b.nbytes for b in node.buffers.values())
+                )
+                folder = state_folder(state, context.node_config, own)
+                visit = Visit(facts_of(message), node, own, folder, context.node_config.get("partition-id"))
+                content = work(message, visit)
+            except (Exception, SystemExit) as error:  # its text may quote data: it stays here
+                content = pack(told(error))
             return Message(content, reply_to=message)
 
         return handle
 
+    def algorithm_of(task: Task, visit: Visit) -> Algorithm:
+        """The algorithm of an order, if the model is this node's, and its owner allows what is asked."""
+        visit.limits.check_algorithm(str(task.algorithm["name"]))
+        _check_model(visit.node, visit.facts, privacy)
+        algorithm = task.build(factories)
+        visit.limits.check_rows(visit.node.size)
+        if any(exchange.step is not None for exchange in algorithm.exchanges) and not task.warm:
+            rows, per_pass = visit.node.batches(task.training["batch_size"])
+            visit.limits.check_rows(rows)
+            visit.limits.check_steps(visit.node.steps(task.training), per_pass)
+        return algorithm
+
     @app.query()
     @answer
-    def hello(message: Message, context: Context, node: Node) -> RecordDict:
-        facts = facts_of(message)
-        task = Task(**facts["task"])
-        ready(node, facts)
-        if task.build(factories).init_client(node.x):
-            _state_folder(state, context)  # refused now rather than in every round
+    def hello(message: Message, visit: Visit) -> RecordDict:
+        task, node = Task(**visit.facts["task"]), visit.node
+        algorithm_of(task, visit)
+        visit.state.ready()  # refused now rather than in every round
         found = {"size": node.size, "steps": node.steps(task.training), "buffers": sorted(node.buffers)}
-        return pack(found | {"partition": context.node_config.get("partition-id")})
+        return pack(found | {"partition": visit.partition})
 
     @app.train()
     @answer
-    def train(message: Message, context: Context, node: Node) -> RecordDict:
-        facts = facts_of(message)
-        task, order = Task(**facts["task"]), Order(**facts["order"])
-        algorithm = task.build(factories)
+    def train(message: Message, visit: Visit) -> RecordDict:
+        task, order, node = Task(**visit.facts["task"]), Order(**visit.facts["order"]), visit.node
+        visit.limits.check_cohort(task.cohort)
+        algorithm = algorithm_of(task, visit)
         exchange, x = task.exchange(algorithm), node.x
-        ready(node, facts)
         if task.steps is not None and task.steps != node.steps(task.training):
             raise OtherSteps(node.steps(task.training), task.steps)
         down = exchange.broadcast(algorithm.init_server(x))
         down = type(down)(**vectors_of(message, "down", down._asdict()))
         buffers = vectors_of(message, "buffers", node.buffers)
         start = algorithm.init_client(down.x)
+        visit.state.admit(order.job)
+        private = visit.state.privately(task) if visit.limits.private_batches else task
 
         def work(client: Any) -> tuple[Any, Any, dict[str, np.ndarray], float]:
-            return node.work(task, algorithm, down, client, buffers, privacy)
+            return node.work(private, algorithm, down, client, buffers, privacy)
 
         if not start:
             up, _, buffers, drift = work(start)
         else:
-            folder = _state_folder(state, context) / _job(order)
-            with held(folder, BUSY):
-                journal = _journal(folder)
+            with visit.state.journal(order) as journal:
                 fresh = {name: np.asarray(value, x.dtype) for name, value in start._asdict().items()}
                 client = type(start)(**journal.begin(order, lambda: fresh))
                 up, client, buffers, drift = work(client)
@@ -238,42 +243,37 @@ def build_app(
 
     @app.evaluate()
     @answer
-    def evaluate(message: Message, context: Context, node: Node) -> RecordDict:
-        ready(node, facts_of(message))
+    def evaluate(message: Message, visit: Visit) -> RecordDict:
+        node = visit.node
+        _check_model(node, visit.facts, privacy)
         if not privacy.evaluate:
-            raise CovaryError("this node does not tell its loss and metrics")
+            raise KeepsMetrics("this node does not report its loss and metrics")
+        visit.limits.check_rows(node.size)
         x = vectors_of(message, "down", {"x": node.x})["x"]
-        values, tested = node.evaluate(x, vectors_of(message, "buffers", node.buffers))
+        buffers = vectors_of(message, "buffers", node.buffers)
+        visit.state.admit(None)
+        values, tested = node.evaluate(x, buffers)
         return pack({"values": {name: float(v) for name, v in values.items()}, "tested": tested})
 
     return app
 
 
-def _journal(folder: Path) -> ClientJournal:
-    """This job's journal. One that is damaged is put aside: its state is lost, and the server will be told."""
-    file = File(folder / "journal")
-    try:
-        return ClientJournal(file)
-    except Damaged:
-        file.path.replace(file.path.with_name("journal.damaged"))
-        return ClientJournal(file)
+class Visit(NamedTuple):
+    """What a handler works with: an instruction's facts, and this node."""
+
+    facts: dict[str, Any]
+    node: Node
+    limits: Limits
+    state: StateFolder
+    partition: Any  # the node's place among the clients, as its owner numbers it
 
 
-def _job(order: Order) -> str:
-    """The job's name, which names a folder: refused unless it is one that covary makes."""
-    if not re.fullmatch("[0-9a-f]{32}", order.job):
-        raise CovaryError(f"{order.job!r} is not the name of a job")
-    return order.job
-
-
-def _state_folder(state: str | Path | None, context: Context) -> Path:
-    folder = state if state is not None else context.node_config.get("state")
-    if not isinstance(folder, str | Path):
-        raise CovaryError(
-            "this node has no folder for its control variate. Start it with --node-config 'state=\"/some/folder\"', "
-            "another for each node, or pass state=... to the client app."
-        )
-    return Path(folder)
+def _check_model(node: Node, facts: dict[str, Any], privacy: Privacy) -> None:
+    """Refuse a server with another model, and a model that a clip does not cover."""
+    if facts["form"] != node.form:
+        raise OtherModel(f"the server's model is {facts['about']}, this node's {len(node.x)} numbers of {node.x.dtype}")
+    if privacy.used and node.buffers:
+        raise BuffersUnclipped(f"clip does not cover the averages of {', '.join(node.buffers)}")
 
 
 def form_of_params(params: Any) -> str:
@@ -300,6 +300,9 @@ class JaxNode:
 
     def steps(self, training: dict[str, Any]) -> int:
         return self._plan(training)[0].max_steps
+
+    def batches(self, batch_size: Any) -> tuple[int, int]:
+        return smallest_batch_of(batch_size, self.size), int(batches_of(batch_size, np.array([self.size]))[2][0])
 
     def _plan(self, training: dict[str, Any]) -> tuple[Plan, Layout]:
         plan, layout = make_plan(self.problem, algorithms.fedavg(1.0), None, **training, weights="uniform")
@@ -349,7 +352,7 @@ def _compiled_work(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     def work(numbers: Any, down: Any, client: Any, key: Any, r: Any, i: Any, noise: Any, world: World) -> Any:
         algorithm = rebuild(program.recipe, numbers)
-        exchange = Task({}, {}, 0, 0, trip, warm, steps, 0).exchange(algorithm)
+        exchange = Task({}, {}, 0, 0, trip, warm, steps, 0, 0).exchange(algorithm)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), r), trip)
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
         return work_of_client(program, exchange, down, key, world, True, i, 0, 0, client, guard)

@@ -1,15 +1,25 @@
-"""A deployed run's history, in simulation's form."""
+"""A deployed run's history, in simulation's form: one row a round, written once."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-NOT_MEASURED = ("round", "epoch", "asked", "cohort", "bytes_up", "bytes_down", "seconds")
+from covary.flower.journal import Ledger
+from covary.flower.post import console
+from covary.flower.settings import Settings, goal
+from covary.report.folder import RunFolder
+
+NESTED = ("uploads", "by_node")  # what was seen of single nodes
+NOT_MEASURED = (
+    *("round", "epoch", "asked", "cohort", "left_out", "evaluated", "bytes_up", "bytes_down", "seconds"),
+    *NESTED,
+)
 
 
 def is_metric(name: str, value: Any) -> bool:
@@ -30,6 +40,73 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     for name in names:
         if name == "cohort":
             columns[name] = np.array([row[name] + [-1] * (widest - len(row[name])) for row in rows])
+        elif name in NESTED:
+            columns[name] = np.empty(len(rows), object)
+            columns[name][:] = [row.get(name) for row in rows]
         else:
             columns[name] = np.array([math.nan if row.get(name) is None else row[name] for row in rows])
     return columns
+
+
+class Record:
+    """The rows so far, on the disk and in memory."""
+
+    def __init__(self, folder: Path, ledger: Ledger, settings: Settings):
+        self.folder, self.ledger, self.settings = RunFolder(folder), ledger, settings
+        self.rows = self._rows_so_far()
+        self.missed = False  # it was said that the target is not measured
+
+    def uploads(self, epoch: int) -> list[dict[str, Any]]:
+        """What was measured of the uploads of an epoch."""
+        return [each for row in self.rows if row["epoch"] == epoch for each in row.get("uploads", ())]
+
+    def finish(self, measure: Callable[[], dict[str, Any]]) -> bool:
+        """Write down the round just done, measured if that is due, unless it is written. True at the target."""
+        s, row = self.settings, dict(self.ledger.row)
+        due = bool(s.eval_every) and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds)
+        if self.rows and self.rows[-1]["round"] == row["round"]:
+            row = self.rows[-1]
+        else:
+            if due:
+                row |= measure()
+            self.folder.append(row, durable=True)
+            self.rows.append(row)
+            figures = "  ".join(f"{name} {row[name]:.4g}" for name in measured(row))
+            console.print(
+                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {figures}  "
+                f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
+            )
+        if s.target is None:
+            return False
+        name, sign, value = goal(s.target)
+        if due and row.get(name) is None and not self.missed:
+            self.missed = True
+            found = ", ".join(set(measured(row)) - {"drift"}) or "nothing"
+            console.print(f"The target's {name} is not among what is measured: {found}.")
+        return self._met(row, name, sign, value)
+
+    def _met(self, row: dict[str, Any], name: str, sign: float, value: float) -> bool:
+        """Whether the mean meets the target, and what more than half of the nodes measured themselves does too."""
+        if row.get(name) is None or not sign * (row[name] - value) >= 0:
+            return False
+        reports = row.get("by_node", {}).get(name)
+        if reports is None:  # measured by the server
+            return True
+        agree = sum(sign * (report - value) >= 0 for _, report in reports)
+        if 2 * agree > row["evaluated"]:
+            return True
+        told = f"{agree} of the {row['evaluated']} nodes"
+        console.print(f"The mean {name} meets the target, but {told} measured it: more than half have to.")
+        return False
+
+    def _rows_so_far(self) -> list[dict[str, Any]]:
+        if not self.folder.results.is_file():
+            return []
+        self.folder.drop_torn_line()
+        rows = self.folder.read() if self.folder.results.stat().st_size else []
+        kept = [row for row in rows if row["round"] <= self.ledger.round]
+        if len(kept) < len(rows):  # of a run that an older checkpoint knows nothing of
+            self.folder.results.unlink()
+            for row in kept:
+                self.folder.append(row, durable=True)
+        return kept

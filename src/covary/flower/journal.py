@@ -20,10 +20,12 @@ import numpy as np
 
 from covary.durable import Content
 from covary.errors import CovaryError
+from covary.flower.refusals import NotFinite, SharedState, Stale, StateLost
 
 Arrays = dict[str, np.ndarray]
 FORMAT = 1
-BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0}
+BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0, "owner": ""}
+PASSING = "node-"  # how a name begins that does not outlive a restart, as without a registered key
 
 
 class Disk(Protocol):
@@ -42,22 +44,7 @@ class Order(NamedTuple):
     seq: int  # larger than any before it
     token: str  # names the upload that answers this order
     counted: str  # the token of this client's last upload that the server counted; "" if there is none in this epoch
-
-
-class Refused(Exception):
-    """An order that a client cannot follow."""
-
-
-class Stale(Refused):
-    """The order is older than one that the client has followed, perhaps of another server."""
-
-
-class StateLost(Refused):
-    """The client does not have the state that the server counts on."""
-
-    def __init__(self, why: str, epoch: int = -1):
-        super().__init__(why)
-        self.epoch = epoch  # that of the client's state, for the server to go beyond
+    member: str = ""  # who the client is, as the server knows it
 
 
 class ClientJournal:
@@ -69,12 +56,15 @@ class ClientJournal:
         readable(facts)
         self.seq, self.epoch = facts["seq"], facts["epoch"]
         self.token, self.pending_token = facts["committed"], facts["pending"]
+        self.owner: str = facts.get("owner", "")  # whose state this is
         self.scale: float = facts["scale"]  # the largest norm of a committed state in this epoch, to judge rounding by
         self.committed = _part(arrays, "committed.")
         self.pending = _part(arrays, "pending.")
 
     def begin(self, order: Order, start: Callable[[], Arrays]) -> Arrays:
         """The state to work from, settled by what the server has counted. Nothing is written yet."""
+        if self.owner and order.member != self.owner and not order.member.startswith(PASSING):
+            raise SharedState(f"this folder holds the state of {self.owner}, and the order is for {order.member}")
         if order.seq <= self.seq:
             raise Stale(f"order {order.seq} came after {self.seq}")
         if order.epoch < self.epoch:  # of a newer server, but from an older checkpoint
@@ -94,7 +84,7 @@ class ClientJournal:
     def prepare(self, order: Order, pending: Arrays) -> None:
         """Put the new state on the disk, pending; the upload may be sent when this returns."""
         if not all(np.isfinite(array).all() for array in pending.values()):
-            raise Refused("the new state is not finite: the step-size is too large for this node's data")
+            raise NotFinite("the new state is not finite: the step-size is too large for this node's data")
         self.scale = max([self.scale, *(norm(array) for array in self.committed.values())])
         facts = {
             "format": FORMAT,
@@ -103,11 +93,12 @@ class ClientJournal:
             "committed": self.token,
             "pending": order.token,
             "scale": self.scale,
+            "owner": order.member,
         }
         arrays = {f"committed.{name}": array for name, array in self.committed.items()}
         arrays |= {f"pending.{name}": array for name, array in pending.items()}
         self.disk.write(arrays, facts)
-        self.seq, self.pending, self.pending_token = order.seq, pending, order.token
+        self.seq, self.pending, self.pending_token, self.owner = order.seq, pending, order.token, order.member
 
     def state(self, epoch: int, counted: str) -> Arrays | None:
         """The state that the server counts on, for an audit; None if this client has none in this epoch."""
@@ -186,7 +177,7 @@ class Ledger:
         """The next order for a member."""
         self._sent += 1
         seq = self.fence * 2**20 + self._sent
-        return Order(self.job, self.epoch, seq, secrets.token_hex(8), self.members[name].counted)
+        return Order(self.job, self.epoch, seq, secrets.token_hex(8), self.members[name].counted, name)
 
     def count(self, tokens: Mapping[str, str], arrays: Arrays, **position: Any) -> None:
         """Count these members' uploads, which the new arrays contain, and move on to a position in the rounds."""

@@ -9,17 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
 from rich.console import Console
 
 from covary.errors import CovaryError
-from covary.flower.wire import facts_of, shown
+from covary.flower.refusals import explained
+from covary.flower.watch import WatchedGrid
+from covary.flower.wire import check_content, facts_of, shown
+
+FACTS_BYTES = 2**20  # that a reply may have besides its vectors
 
 console = Console(highlight=False, markup=False, soft_wrap=True)  # what nodes say is shown as it is
 
 
 def exchange(
-    grid: Grid,
+    grid: WatchedGrid,
     kind: str,
     nodes: Mapping[str, int],
     contents: Mapping[str, RecordDict],
@@ -27,12 +30,15 @@ def exchange(
     heed: Callable[[str, dict[str, Any]], None],
     time_left: float,
     group: str = "",
+    expected: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Send, and look at each reply as it comes, until all are there or time is up.
 
-    Who reports an error, refuses (`heed` is told what it says), is refused at the look, or does not answer is named in
-    the log and left out.
+    `expected` has the records that a reply may have, with their bytes. Who reports an error, refuses (`heed` is told
+    what it says), sends more than expected, is refused at the look, or does not answer is named in the log and left
+    out.
     """
+    expected = expected or {}
     names = list(nodes)
     messages = [
         Message(contents[n], dst_node_id=nodes[n], message_type=kind, ttl=time_left, group_id=group) for n in names
@@ -53,12 +59,13 @@ def exchange(
                 console.print("A second reply to one message was dropped.")
                 continue
             try:
-                if message.has_error():
-                    raise CovaryError(f"{message.error.reason} (error {message.error.code})")
+                if message.has_error():  # its reason may quote anything
+                    raise CovaryError(f"Flower reports error {message.error.code} there; its own log says why")
+                check_content(message.content, expected, sum(expected.values()) + FACTS_BYTES)
                 facts = facts_of(message)
                 if "refused" in facts:
                     heed(name, facts)
-                    raise CovaryError(f"it refuses: {facts['refused']}")
+                    raise CovaryError(explained(facts))
                 seen[name] = look(name, message, facts)
             except Exception as error:  # whatever one node sends, the others go on
                 why = str(error) if isinstance(error, CovaryError) else repr(error)

@@ -10,8 +10,9 @@ import numpy as np
 
 from covary.durable import File
 from covary.errors import CovaryError, refused
-from covary.flower.journal import ClientJournal, Ledger, StateLost, readable
+from covary.flower.journal import ClientJournal, Ledger, readable
 from covary.flower.journal import norm as norm_of
+from covary.flower.refusals import StateLost
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,18 @@ from covary.checks import whole
 from covary.cohort import sample
 from covary.durable import File, held
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.flower.history import columns, is_metric, measured
+from covary.flower.ending import ending, outcome
+from covary.flower.history import Record, columns, is_metric
 from covary.flower.journal import Ledger, Member, Order
 from covary.flower.merge import Arrays, Reply, merge, named, prefixed, upload_like
 from covary.flower.post import console, exchange, identity
-from covary.flower.settings import Settings, goal
+from covary.flower.refusals import OtherSteps, Stale, StateLost
+from covary.flower.screening import screened
+from covary.flower.settings import Settings
 from covary.flower.start import spec_of, start_of
-from covary.flower.wire import FACTS, bytes_of, pack, shown, vectors_of
+from covary.flower.watch import WatchedGrid
+from covary.flower.wire import FACTS, bytes_of, nbytes, pack, vectors_of
 from covary.plan import cohort_size
-from covary.report.folder import RunFolder
 from covary.simulate import Run
 
 VISITS = 3  # in vain, before a warm start goes on without a member
@@ -44,7 +47,15 @@ def serve(
     """Run the rounds over a grid and return what `simulate` would: for a ServerApp of your own, or for tests."""
     folder = Path(settings.checkpoint)
     with held(folder):
-        return Server(grid, algorithm, model, settings, evaluate, folder).run()
+        server = Server(WatchedGrid(grid, settings.patience), algorithm, model, settings, evaluate, folder)
+        with ending(folder, settings.rounds) as end:
+            run = server.run()
+            if run.diverged is not None:
+                end("stopped", f"{algorithm} left the finite numbers in round {run.diverged}. Try a smaller eta_l.")
+            else:
+                end("reached", "" if run.reached is None else f"The target {settings.target} is met.")
+        console.print(f"covary: {outcome(folder)}")
+        return run
 
 
 class Server:
@@ -52,7 +63,7 @@ class Server:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: WatchedGrid,
         algorithm: Algorithm,
         model: Any,
         settings: Settings,
@@ -69,15 +80,14 @@ class Server:
         if settings.warm_start and algorithm.warm_start is None:
             raise refused("warm_start", "False", "True", f"{algorithm.name} has no controls that a gradient can set.")
         self.ledger = self._ledger(folder, x, buffers)
-        self.history = RunFolder(folder)
-        self.rows = self._rows_so_far()
+        self.record = Record(folder, self.ledger, settings)
         self.refused: dict[str, tuple[float, float]] = {}  # not let in: when to ask again, and the next wait
         self.attempt = 0
         self.newest = -1  # epoch that a client has seen
         self.stale: set[str] = set()  # those that have followed a newer server
-        self.missed = False  # it was said that the target is not measured
         self.vain: dict[str, int] = {}  # how often a warm start has visited a member in vain
         self.losses: dict[str, int] = {}  # how often a member has lost its state, while this server runs
+        self.lost: set[str] = set()  # those that report it in this round
 
     def _ledger(self, folder: Path, x: np.ndarray, buffers: Arrays) -> Ledger:
         disk, s = File(folder / "ledger"), self.settings
@@ -124,7 +134,7 @@ class Server:
 
     def run(self) -> Run:
         s, ledger = self.settings, self.ledger
-        reached = self._finish_row(None) if ledger.round else False
+        reached = self._finish(None) if ledger.round else False
         diverged = False
         since = time.monotonic()
         while ledger.round < s.rounds and not reached and not diverged:
@@ -135,7 +145,7 @@ class Server:
                 self.attempt, since = 0, time.monotonic()
                 self.stale.clear()
                 ledger.row["seconds"] = round(since - started, 3)
-                reached = self._finish_row(online)
+                reached = self._finish(online)
                 self._forget()
             elif not diverged:
                 self.attempt += 1
@@ -162,7 +172,7 @@ class Server:
             x=server.x,
             server=server,
             clients=None,  # on the clients' own disks
-            history=columns(self.rows),
+            history=columns(self.record.rows),
             reached=ledger.round if reached else None,
             diverged=ledger.round + 1 if diverged else None,
         )
@@ -175,17 +185,19 @@ class Server:
         trips, steps = self._trips(bool(warm))
         cohort = [name for name in ledger.cohort if name in online] if ledger.trip else self._cohort(r, online, warm)
         row: dict[str, Any] = {"round": r, "epoch": ledger.epoch, "bytes_down": 0, "bytes_up": 0, "asked": len(cohort)}
+        row |= {"left_out": 0, "uploads": []}
         if ledger.trip:
             row |= ledger.partial
-        drift, lost = 0.0, set()
+        drift = 0.0
+        self.lost.clear()
         for number in range(ledger.trip + 1, len(trips) + 1):
             trip = trips[number - 1]
             facts = {"seed": s.seed, "round": r, "trip": number, "warm": bool(warm), "steps": steps}
-            replies, gone, traffic = self._ask(trip, facts, {name: online[name] for name in cohort})
-            lost |= gone
+            replies, traffic = self._ask(trip, facts, {name: online[name] for name in cohort})
             for name, count in zip(("bytes_down", "bytes_up"), traffic, strict=True):
                 row[name] += count
-            for name in set(cohort) - set(replies) - gone if warm else ():
+            self._screen(number, replies, row)
+            for name in set(cohort) - set(replies) - self.lost if warm else ():
                 self.vain[name] = self.vain.get(name, 0) + 1
             if len(replies) < self._least(cohort, bool(warm)):
                 console.print(f"Round {r}: {len(replies)} of {len(cohort)} replied, too few. It is tried again.")
@@ -209,14 +221,15 @@ class Server:
                 ledger.members[name] = member._replace(absent=0 if name in online else member.absent + 1)
             visited = ledger.warm + (cohort if warm else [])
             ledger.count(tokens, arrays, round=r, trip=0, cohort=[], warm=visited, row=row)
-        if lost:
+        if self.lost:
+            lost = sorted(self.lost)
             for name in lost:
                 self.losses[name] = self.losses.get(name, 0) + 1
-            out = tuple(name for name in sorted(lost) if self.losses[name] > LOSSES)
+            out = tuple(name for name in lost if self.losses[name] > LOSSES)
             for name in out:  # it would cost everybody's controls again and again
                 self.refused[name] = (math.inf, math.inf)
                 console.print(f"{name} has lost its state more than {LOSSES} times and is not asked again.")
-            self._reset(f"control variates were lost by {', '.join(sorted(lost))}", out)
+            self._reset(f"control variates were lost by {', '.join(lost)}", out)
         return True
 
     def _least(self, cohort: list[str], warm: bool) -> int:
@@ -261,10 +274,24 @@ class Server:
             key = jax.random.fold_in(key, self.attempt)
         return [there[k] for k in np.asarray(sample(key, len(there), min(S, len(there))))]
 
+    def _screen(self, trip: int, replies: dict[str, Reply], row: dict[str, Any]) -> None:
+        """Take out the uploads that are too large beside the others, and note what all of them were like."""
+        ledger = self.ledger
+        bound = None if self.algorithm.lockstep else self.settings.screen
+        left_out, records = screened(trip, replies, ledger.members, self.record.uploads(ledger.epoch), bound)
+        row["uploads"] = row["uploads"] + records
+        row["left_out"] += len(left_out)
+        for name, multiple in left_out.items():
+            del replies[name]
+            console.print(
+                f"{name} is left out: its upload has {multiple:.3g} times the median norm, and screen is "
+                f"{self.settings.screen:g}. If it is honest, resume with a larger screen, or with 0 for none."
+            )
+
     def _ask(
         self, trip: Exchange, facts: dict[str, Any], nodes: dict[str, int]
-    ) -> tuple[dict[str, Reply], set[str], tuple[int, int]]:
-        """One trip: the replies that may be counted, who has lost its state, and the bytes down and up."""
+    ) -> tuple[dict[str, Reply], tuple[int, int]]:
+        """One trip: the replies that may be counted, and the bytes down and up."""
         server, members = self.server, self.ledger.members
         down = trip.broadcast(server)
         orders = {name: self.ledger.order(name) for name in nodes}
@@ -273,26 +300,19 @@ class Server:
         contents = {}
         for name, order in orders.items():
             task = facts | {"algorithm": self.spec, "training": self.settings.training, "number": members[name].number}
-            contents[name] = self._instruction(shared, {"task": task, "order": order._asdict()})
-        lost, up = set(), 0
+            own = {"task": task | {"cohort": len(nodes)}, "order": order._asdict()}
+            contents[name] = self._instruction(shared, own)
+        up = 0
 
-        def look(name: str, message: Message, facts: dict[str, Any]) -> Reply | None:
+        def look(name: str, message: Message, facts: dict[str, Any]) -> Reply:
             nonlocal up
             up += bytes_of(message.content)
-            if "lost" in facts:
-                epoch = whole("epoch", facts.get("epoch"), -1, most=2**62)
-                known = members[name].counted or epoch >= self.ledger.epoch
-                if not known or not self.algorithm.init_client(server.x):
-                    raise CovaryError("it says that it lost a state that nobody counts on")
-                self.newest = max(self.newest, epoch)
-                console.print(f"{name} has lost its state: {shown(facts['lost'])}")
-                lost.add(name)
-                return None
             return self._checked(message, facts, orders[name], like)
 
-        replies = self._exchange("train", nodes, contents, look, group=str(facts["round"]))
-        counted = {name: replies[name] for name in self._by_number(replies) if replies[name] is not None}
-        return counted, lost, (sum(bytes_of(content) for content in contents.values()), up)
+        expected = {"up": nbytes(like._asdict()), "buffers": nbytes(self.buffers)}
+        replies = self._exchange("train", nodes, contents, look, str(facts["round"]), expected)
+        counted = {name: replies[name] for name in self._by_number(replies)}
+        return counted, (sum(bytes_of(content) for content in contents.values()), up)
 
     def _checked(self, message: Message, answer: dict[str, Any], order: Order, like: Any) -> Reply:
         if answer.get("token") != order.token:
@@ -314,17 +334,26 @@ class Server:
         contents: Mapping[str, RecordDict],
         look: Callable[[str, Message, dict[str, Any]], Any],
         group: str = "",
+        expected: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
-        return exchange(self.grid, kind, nodes, contents, look, self._heed, self.settings.round_timeout, group)
+        time_left = self.settings.round_timeout
+        return exchange(self.grid, kind, nodes, contents, look, self._heed, time_left, group, expected)
 
     def _heed(self, name: str, facts: dict[str, Any]) -> None:
-        """Draw the consequences of a refusal that says why."""
-        if facts.get("stale") is True:
+        """Draw the consequences of a refusal."""
+        why, member = facts["refused"], self.ledger.members.get(name)
+        if why == Stale.__name__:
             self.stale.add(name)
-        if "steps" in facts and name in self.ledger.members and not self.algorithm.lockstep:
-            steps = whole("steps", facts["steps"], 1)
-            self.ledger.members[name] = self.ledger.members[name]._replace(steps=steps)
+        if why == OtherSteps.__name__ and member is not None and not self.algorithm.lockstep:
+            self.ledger.members[name] = member._replace(steps=whole("steps", facts.get("steps"), 1))
             self.ledger.write()
+        if why == StateLost.__name__ and member is not None:
+            epoch = whole("epoch", facts.get("epoch"), -1, most=2**62)
+            known = member.counted or epoch >= self.ledger.epoch
+            if not known or not self.algorithm.init_client(self.server.x):
+                raise CovaryError("it reports losing a state that the server never counted")
+            self.newest = max(self.newest, epoch)
+            self.lost.add(name)
 
     # Members
 
@@ -363,7 +392,7 @@ class Server:
     def _let_in(self, strangers: dict[str, int]) -> None:
         """Ask nodes that nobody knows yet for their number of examples and steps, and make them members."""
         task = {"algorithm": self.spec, "training": self.settings.training, "seed": self.settings.seed}
-        task |= {"round": self.ledger.round, "trip": 1, "warm": False, "steps": None, "number": 0}
+        task |= {"round": self.ledger.round, "trip": 1, "warm": False, "steps": None, "number": 0, "cohort": 0}
         question = self._instruction(RecordDict(), {"task": task})
         for name in strangers:
             wait = 2 * self.refused.get(name, (0.0, 30.0))[1]
@@ -426,39 +455,20 @@ class Server:
             self.ledger.reset(self.ledger.arrays, gone)
             console.print(f"{', '.join(gone)} left for good: {len(self.ledger.members)} members.")
 
-    # History
+    # Measurements
 
-    def _finish_row(self, online: dict[str, int] | None) -> bool:
-        """Measure the round just done, if that is due, and write its row, unless it is written. True at the target."""
-        s, row = self.settings, dict(self.ledger.row)
-        due = bool(s.eval_every) and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds)
-        if self.rows and self.rows[-1]["round"] == row["round"]:
-            row = self.rows[-1]
-        else:
-            if due:
-                row |= self._evaluate(self._meet() if online is None else online)
-            self.history.append(row, durable=True)
-            self.rows.append(row)
-            figures = "  ".join(f"{name} {row[name]:.4g}" for name in measured(row))
-            console.print(
-                f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {figures}  "
-                f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
-            )
-        if s.target is None:
-            return False
-        name, sign, value = goal(s.target)
-        if due and row.get(name) is None and not self.missed:
-            self.missed = True
-            found = ", ".join(set(measured(row)) - {"drift"}) or "nothing"
-            console.print(f"The target's {name} is not among what is measured: {found}.")
-        return sign * ((math.nan if row.get(name) is None else row[name]) - value) >= 0
+    def _finish(self, online: dict[str, int] | None) -> bool:
+        """Measure the round just done, if that is due, and write it down. True if the run has met its target."""
+        return self.record.finish(lambda: self._evaluate(self._meet() if online is None else online))
 
-    def _evaluate(self, online: dict[str, int]) -> dict[str, float]:
+    def _evaluate(self, online: dict[str, int]) -> dict[str, Any]:
+        """Loss and metrics: their means, what each node says, and how many were asked."""
         x = self.server.x
         p = self.ledger.weights(self.settings.weighted)
         online = {name: node for name, node in online.items() if name in p}
         content = self._instruction(pack({}, down={"x": x}, buffers=self.buffers), {})
         totals: dict[str, list[float]] = {}
+        by_node: dict[str, list[tuple[int, float]]] = {}
 
         def look(name: str, message: Message, facts: dict[str, Any]) -> None:
             tested, found = whole("tested", facts.get("tested"), 1), facts.get("values")
@@ -466,26 +476,17 @@ class Server:
                 raise CovaryError("what it measured is not up to 100 numbers by their names")
             for metric, value in found.items():
                 if not is_metric(metric, value):
-                    console.print(f"{name}: {shown(metric, 64)} = {shown(value, 64)} is left out.")
+                    console.print(f"{name}: a metric that is no finite number, or has no proper name, is left out.")
                     continue
                 weight = p[name] if metric == "loss" else float(tested)
+                by_node.setdefault(metric, []).append((self.ledger.members[name].number, value))
                 total = totals.setdefault(metric, [0.0, 0.0])
                 total[0], total[1] = total[0] + weight * value, total[1] + weight
 
         self._exchange("evaluate", online, dict.fromkeys(online, content), look)
         values = {metric: total / weight for metric, (total, weight) in totals.items()}
         if self.measure_here is not None:
-            values |= {name: float(value) for name, value in self.measure_here(x).items()}
-        return values
-
-    def _rows_so_far(self) -> list[dict[str, Any]]:
-        if not self.history.results.is_file():
-            return []
-        self.history.drop_torn_line()
-        rows = self.history.read() if self.history.results.stat().st_size else []
-        kept = [row for row in rows if row["round"] <= self.ledger.round]
-        if len(kept) < len(rows):  # of a run that an older checkpoint knows nothing of
-            self.history.results.unlink()
-            for row in kept:
-                self.history.append(row, durable=True)
-        return kept
+            here = {name: float(value) for name, value in self.measure_here(x).items()}
+            values |= here
+            by_node = {name: reports for name, reports in by_node.items() if name not in here}
+        return {**values, "by_node": by_node, "evaluated": len(online)}

@@ -36,6 +36,7 @@ class Settings:
     patience: float = 600.0  # seconds without a finished round, or without enough nodes, until the server gives up
     forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
     largest: float = 1e6  # uploads with larger numbers are refused
+    screen: float | None = 5.0  # uploads with more than so many times the median norm are not counted
     checkpoint: str | Path = "checkpoint"
     resume: bool = False
 
@@ -46,6 +47,8 @@ class Settings:
         whole("seed", self.seed, 0, most=2**32 - 1)
         for name in ("round_timeout", "patience", "largest"):
             positive(name, getattr(self, name))
+        if self.screen is not None:
+            positive("screen", self.screen)
         if self.forget_after is not None:
             whole("forget_after", self.forget_after, 1)
         if self.weights not in ("uniform", "examples"):
@@ -87,7 +90,7 @@ def checked_settings(rounds: int, others: Mapping[str, Any]) -> Settings:
     return Settings(rounds, **others)
 
 
-OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "target")
+OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "screen", "target")
 
 
 def _meant(name: str, value: Any) -> Any:

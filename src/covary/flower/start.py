@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from covary.flower.merge import Arrays
 
 def start_of(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[Any], Any]]:
     """x^0, the buffers, the model's fingerprint, and the way from x to the model's own form."""
+    if not hasattr(model, "named_parameters") and not hasattr(model, "init") and callable(model):
+        return start_of(built(model, seed), seed)
     if hasattr(model, "named_parameters"):
         from covary.flower.torch import flat_parameters, float_buffers, form_of_module
 
@@ -31,6 +34,16 @@ def start_of(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[
         came = f"{x.size} numbers of {x.dtype}"
         raise refused("model", "a model, a PyTorch module or finite parameters", came, "Try covary.models.")
     return x, {}, form_of_params(params), lambda x: jax.tree.map(np.asarray, unravel(x))
+
+
+def built(build: Callable[[], Any], seed: int) -> Any:
+    """What a function of the user's builds, with PyTorch's generator, if there is one, seeded by the run's seed."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return build()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        return build()
 
 
 def spec_of(algorithm: Algorithm) -> dict[str, Any]:

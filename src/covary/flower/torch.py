@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ from covary.client import Guard, client_loop
 from covary.cohort import order_of_epoch
 from covary.errors import refused
 from covary.flower.client import FACTORIES, Node, Privacy, Task, build_app, checked_privacy
+from covary.flower.limits import Limits, smallest_batch_of
 from covary.plan import batches_of
 
 AT_ONCE = 4096  # examples in one go, where the batch does not matter
@@ -37,6 +40,7 @@ def torch_client_app(
     clip: float | None = None,
     noise: float = 0.0,
     evaluate: bool | None = None,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
     factories: Iterable[Callable[..., Algorithm]] = (),
 ) -> ClientApp:
     """A Flower ClientApp for a PyTorch module.
@@ -44,6 +48,10 @@ def torch_client_app(
     Parameters with `requires_grad=False` are left as they are and are not sent: every node has to build them alike.
     Float buffers, such as the running statistics of BatchNorm, are averaged over the clients and never corrected by
     control variates; other buffers (its counter of batches) are not sent, and are as the module is built with them.
+
+    Before each order the generators of PyTorch, NumPy and Python are seeded from the server's seed, the round, the trip
+    and the client's number. So a `DataLoader`'s order and dropout differ from round to round, and come again with the
+    seed. A `torch.manual_seed` in `module` or `loader` changes nothing of that.
 
     Args:
         module: the model, or a function of Flower's `Context` that builds it.
@@ -53,7 +61,7 @@ def torch_client_app(
             batches.
         metrics: `metrics(module, batch) -> dict of numbers`, means over the batch, for evaluation.
         test: what to evaluate metrics on, in the form of `loader`; by default the training data.
-        state, clip, noise, evaluate, factories: as in `client_app`.
+        state, clip, noise, evaluate, limits, factories: as in `client_app`.
 
     >>> import torch
     >>> from covary.flower import torch_client_app
@@ -69,7 +77,7 @@ def torch_client_app(
         own, tested = (part(context) if callable(part) else part for part in (loader, test))
         return TorchNode(built, loss, own, metrics, tested)
 
-    return build_app(node, state, checked_privacy(clip, noise, evaluate), (*FACTORIES, *factories))
+    return build_app(node, state, checked_privacy(clip, noise, evaluate), limits, (*FACTORIES, *factories))
 
 
 def flat_parameters(module: torch.nn.Module) -> np.ndarray:
@@ -173,21 +181,25 @@ class TorchNode:
         epochs = 1 if training["local_epochs"] is None else whole("local_epochs", training["local_epochs"], 1)
         return epochs * self.data.per_epoch(training["batch_size"])
 
+    def batches(self, batch_size: Any) -> tuple[int, int]:
+        return self.data.smallest_batch(batch_size), self.data.per_epoch(batch_size)
+
     def work(
         self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         load_buffers(self.module, buffers)
         self._restore_modes()
         exchange, K = task.exchange(algorithm), self.steps(task.training)
-        batches = self.data.batches(K, task) if exchange.step is not None else ()
-        done = client_loop(
-            exchange,
-            self._vectors(down),
-            self._vectors(client),
-            self._full_gradient,
-            (self._gradient([batch]) for batch in batches),
-            _guard(privacy) if privacy.used else None,
-        )
+        with seeded(seed_of(task), self.device):
+            batches = self.data.batches(K, task) if exchange.step is not None else ()
+            done = client_loop(
+                exchange,
+                self._vectors(down),
+                self._vectors(client),
+                self._full_gradient,
+                (self._gradient([batch]) for batch in batches),
+                _guard(privacy) if privacy.used else None,
+            )
         up, client = (type(t)(**{k: _numpy(v) for k, v in t._asdict().items()}) for t in done[:2])
         return up, client, self.buffers, float(done[2])
 
@@ -262,6 +274,9 @@ class Tensors:
     def per_epoch(self, batch_size: Any) -> int:
         return int(batches_of(batch_size, np.array([self.size]))[2][0])
 
+    def smallest_batch(self, batch_size: Any) -> int:
+        return smallest_batch_of(batch_size, self.size)
+
     def batches(self, K: int, task: Task) -> Iterator[Any]:
         rule, batch, per_epoch = batches_of(task.training["batch_size"], np.array([self.size]))
         parts, rows = int(per_epoch[0]), int(batch[0])
@@ -308,7 +323,13 @@ class Loader:
     def per_epoch(self, batch_size: Any) -> int:
         return len(self.data)
 
+    def smallest_batch(self, batch_size: Any) -> int:
+        return self.size  # the node's own choice, not the server's
+
     def batches(self, K: int, task: Task) -> Iterator[Any]:
+        for part in (self.data, getattr(self.data, "sampler", None)):  # generators of their own follow the order too
+            if isinstance(own := getattr(part, "generator", None), torch.Generator):
+                own.manual_seed(seed_of(task))
         taken = 0
         while taken < K:
             before = taken
@@ -322,6 +343,27 @@ class Loader:
 
     def everything(self) -> Iterator[Any]:
         yield from self.data
+
+
+def seed_of(task: Task) -> int:
+    """What the generators are seeded with for one order: another for every round, trip and client."""
+    digest = hashlib.sha256(f"{task.seed} {task.round} {task.trip} {task.number}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators that a loader, its augmentations and a module draw from, and put them back afterwards."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(ours)
+            np.random.set_state(numpys)
 
 
 def _is_batch(data: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from covary.errors import CovaryError
+from covary.flower.refusals import NotCovarys
 
 FACTS = "covary"
 
@@ -28,9 +29,9 @@ def facts_of(message: Message) -> dict[str, Any]:
     try:
         facts = json.loads(str(message.content.config_records[FACTS]["facts"]))
     except (KeyError, ValueError, RecursionError) as error:
-        raise CovaryError(f"the message is not covary's ({error!r})") from None
+        raise NotCovarys(f"the message is not covary's ({error!r})") from None
     if not isinstance(facts, dict):
-        raise CovaryError("the message is not covary's")
+        raise NotCovarys("the message is not covary's")
     return facts
 
 
@@ -68,9 +69,23 @@ def _numbers(what: str, data: bytes, expected: np.ndarray) -> np.ndarray:
     return np.frombuffer(data, expected.dtype, offset=len(start)).reshape(expected.shape)
 
 
+def check_content(content: RecordDict, groups: Iterable[str], most: int) -> None:
+    """Refuse a reply with other records than expected, or of more bytes, before anything in it is decoded."""
+    strange = set(content) - {FACTS, *groups}
+    if strange:
+        raise CovaryError(f"{len(strange)} records in it were not asked for")
+    size = bytes_of(content)
+    if size > most:
+        raise CovaryError(f"it has {size:,} bytes, and a right one has at most {most:,}")
+
+
 def shown(text: Any, most: int = 300) -> str:
     """What a node said, fit for a terminal: in one line, without control characters."""
     return str(text)[:most].encode("unicode_escape").decode("ascii")
+
+
+def nbytes(arrays: Mapping[str, np.ndarray]) -> int:
+    return sum(np.asarray(array).nbytes for array in arrays.values())
 
 
 def bytes_of(content: RecordDict) -> int:

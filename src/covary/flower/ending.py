@@ -1,0 +1,94 @@
+"""How a deployed run ended: written by the server as it goes, and read by whoever wants to know."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from covary.durable import File, content_of, replace
+from covary.errors import CovaryError
+
+NAME = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a deployed run stands."""
+
+    state: str  # "running", "reached", "stopped" or "killed"
+    rounds_done: int
+    rounds: int  # that were asked for
+    why: str
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run did what it was asked for: all its rounds, or its target before."""
+        return self.state == "reached"
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.rounds_done} of {self.rounds} rounds are done. {self.why}".strip()
+
+
+def outcome(checkpoint: str | Path) -> Outcome:
+    """What became of the run whose server keeps its checkpoint in this folder.
+
+    >>> from covary.flower import outcome
+    >>> outcome("/no/such/folder")
+    Traceback (most recent call last):
+    covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
+    """
+    folder = Path(checkpoint)
+    found = File(folder / "ledger").read()
+    if found is None:
+        raise CovaryError(f"There is no checkpoint in {folder}. Give the server's checkpoint folder.")
+    done = int(found[1]["round"])
+    try:
+        said = json.loads(content_of(folder / NAME, 2**16))
+        state, rounds, why = str(said["state"]), int(said["rounds"]), str(said["why"])
+    except FileNotFoundError:
+        state, rounds, why = "running", done, ""
+    except (ValueError, KeyError, TypeError) as error:
+        raise CovaryError(f"{folder / NAME} is damaged ({error!r}). Remove it and resume the run.") from None
+    if state == "running" and not _is_held(folder):
+        return Outcome("killed", done, rounds, "Its server ended without a word. Start it again with resume=true.")
+    return Outcome(state, done, rounds, why)
+
+
+@contextlib.contextmanager
+def ending(folder: Path, rounds: int) -> Iterator[Callable[[str, str], None]]:
+    """Write down that a run is going on, and in the end what became of it: what the body says, or the error it raised.
+
+    An error carries the outcome as its last line, which is also the last line of Flower's log.
+    """
+    _write(folder, "running", rounds, "")
+    try:
+        yield lambda state, why: _write(folder, state, rounds, why)
+    except BaseException as error:
+        _write(folder, "stopped", rounds, str(error) or type(error).__name__)
+        done = outcome(folder)
+        error.add_note(f"covary: stopped: {done.rounds_done} of {rounds} rounds are done.")
+        raise
+
+
+def _write(folder: Path, state: str, rounds: int, why: str) -> None:
+    replace(folder / NAME, json.dumps({"state": state, "rounds": rounds, "why": why}).encode())
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a process holds the folder, without waiting and without holding it."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False

@@ -1,0 +1,121 @@
+"""What a node's owner allows a server to ask for, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from covary.checks import flag, whole
+from covary.errors import refused
+from covary.flower.refusals import BeyondLimit
+from covary.plan import batches_of
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a node does at most, whatever a server asks for.
+
+    The defaults refuse what is only good for looking at single rows: small batches, and uploads that leave out a part
+    of the data, from whose differences rows can be computed. They bound what a curious server learns cheaply. They
+    prove nothing about a hostile one: that takes noise (`clip` and `noise` of the client app).
+
+    Every limit can also be set where the node is started, and then overrides the app's:
+    `--node-config 'smallest-batch=32 algorithms="scaffold fedavg"'`.
+
+    Args:
+        algorithms: the names a server may use; None for all of covary's and the app's own factories.
+        smallest_batch: the fewest rows of any batch, the last one of a pass included, and of the whole data.
+        whole_passes: an order's steps make whole passes over the data. `local_epochs` does that by itself. A
+            `DataLoader` decides its own batches: only whole passes over it are asked for.
+        private_batches: rows are dealt to batches by a secret of this node instead of the server's seed. The numbers
+            then differ from a simulation's, as they do under another seed.
+        smallest_cohort: the fewest nodes of a round, as the server states it.
+        fewest_steps, most_steps: of one order.
+        most_orders, most_jobs: over the life of the state folder.
+        largest_message: in bytes; None for eight times the model and one megabyte.
+        keep_days: the state of a job without orders for so long is deleted.
+
+    >>> from covary.flower import Limits
+    >>> Limits(smallest_batch=32, algorithms=("scaffold",)).most_steps
+    100000
+    """
+
+    algorithms: tuple[str, ...] | None = None
+    smallest_batch: int = 8
+    whole_passes: bool = True
+    private_batches: bool = False
+    smallest_cohort: int = 1
+    fewest_steps: int = 1
+    most_steps: int = 100_000
+    most_orders: int = 100_000
+    most_jobs: int = 100
+    largest_message: int | None = None
+    keep_days: int = 90
+
+    def __post_init__(self) -> None:
+        names = self.algorithms
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+            raise refused("algorithms", "names in a tuple, or None", repr(names), 'Try ("scaffold",).')
+        for name in ("whole_passes", "private_batches"):
+            flag(name, getattr(self, name))
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if limit.name not in ("algorithms", "whole_passes", "private_batches") and value is not None:
+                whole(limit.name, value, 1, most=2**62)
+
+    def overridden(self, config: Mapping[str, Any]) -> Limits:
+        """With those that the node's own configuration names, with dashes.
+
+        >>> Limits().overridden({"smallest-batch": 32, "algorithms": "scaffold fedavg", "partition-id": 0}).algorithms
+        ('scaffold', 'fedavg')
+        """
+        named = {f.name: config[f.name.replace("_", "-")] for f in fields(self) if f.name.replace("_", "-") in config}
+        if isinstance(named.get("algorithms"), str):
+            named["algorithms"] = tuple(named["algorithms"].split())
+        return replace(self, **named)
+
+    def check_message(self, size: int, model: int) -> None:
+        """Refuse a message of more bytes than any of a model of this size can have."""
+        most = 8 * model + 2**20 if self.largest_message is None else self.largest_message
+        if size > most:
+            raise BeyondLimit("largest_message", f"{most:,} bytes", f"{size:,}", "Set largest_message to allow it.")
+
+    def check_algorithm(self, name: str) -> None:
+        if self.algorithms is not None and name not in self.algorithms:
+            raise BeyondLimit("algorithms", ", ".join(self.algorithms) or "none", name, "Add it to allow it.")
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse results that speak of fewer rows."""
+        if rows < self.smallest_batch:
+            fix = "Raise batch_size, or lower smallest_batch where rows are not worth protecting."
+            raise BeyondLimit("smallest_batch", f"at least {self.smallest_batch} rows", rows, fix)
+
+    def check_cohort(self, cohort: int) -> None:
+        if cohort < self.smallest_cohort:
+            fix = "Raise clients_per_round."
+            raise BeyondLimit("smallest_cohort", f"at least {self.smallest_cohort} nodes a round", cohort, fix)
+
+    def check_steps(self, steps: int, per_pass: int) -> None:
+        """Refuse a number of local steps, of which `per_pass` make a pass over the data."""
+        if steps > self.most_steps:
+            raise BeyondLimit("most_steps", f"at most {self.most_steps:,}", f"{steps:,}", "Lower local_steps.")
+        if steps < self.fewest_steps:
+            raise BeyondLimit("fewest_steps", f"at least {self.fewest_steps:,}", steps, "Raise local_steps.")
+        if self.whole_passes and steps % per_pass:
+            fix = "Use local_epochs, or set whole_passes to false to allow it."
+            raise BeyondLimit("whole_passes", f"steps in multiples of {per_pass}", steps, fix)
+
+
+def smallest_batch_of(batch_size: int | float | None, size: int) -> int:
+    """The rows of the smallest batch when `size` rows are cut as the server asks.
+
+    >>> smallest_batch_of(16, 40), smallest_batch_of(0.3, 40), smallest_batch_of(None, 40)
+    (8, 10, 40)
+    """
+    rule, batch, per_epoch = batches_of(batch_size, np.array([size]))
+    if rule == "rows":
+        return size - (int(per_epoch[0]) - 1) * int(batch[0])
+    return size // int(per_epoch[0])

@@ -1,0 +1,97 @@
+"""How large each upload is beside the others, and which are left out for it.
+
+A mean has no defence against one wrong term. So the norm of every upload and its cosine with the sum of the others are
+measured, written into the history, and an upload with several times the median norm is not counted. To the journal it
+is one that never arrived: the node drops the state that goes with it, and c stays the mean of the c_i.
+
+Like is compared with like. A node whose c_i is still zero takes longer steps than one whose c_i has settled, so first
+uploads of an epoch are compared with first uploads. And who takes more steps may go further: an upload is left out only
+if it is too large both as it is and per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from covary.flower.journal import Member, norm
+from covary.flower.merge import Reply
+
+FEWEST = 3  # norms of which a median says what is usual
+
+
+def screened(
+    trip: int,
+    replies: Mapping[str, Reply],
+    members: Mapping[str, Member],
+    earlier: Iterable[Mapping[str, Any]],
+    bound: float | None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Who is to be left out, with its multiple of the median; and what was measured, one record a field.
+
+    `earlier` are such records of the same epoch; `bound` is the largest multiple, None for no bound.
+    """
+    first = {name: not members[name].counted for name in replies}
+    left_out: dict[str, float] = {}
+    records = []
+    for field in next(iter(replies.values())).up._fields if replies else ():
+        uploads = {name: getattr(reply.up, field) for name, reply in replies.items()}
+        norms = {name: norm(array) for name, array in uploads.items()}
+        for group in (True, False):
+            own = {name: norms[name] for name in replies if first[name] is group}
+            steps = {name: members[name].steps for name in own}
+            past = _first_norms(earlier, trip, field) if group else []
+            for name, multiple in _multiples(own, steps, past).items():
+                if bound is not None and multiple > bound:
+                    left_out[name] = max(multiple, left_out.get(name, 0.0))
+        records.append(
+            {
+                "trip": trip,
+                "field": field,
+                "members": [members[name].number for name in replies],
+                "steps": [members[name].steps for name in replies],
+                "first": list(first.values()),
+                "norm": list(norms.values()),
+                "cosine": _cosines(list(uploads.values()), list(norms.values())),
+            }
+        )
+    for record in records:
+        record["left_out"] = [members[name].number for name in left_out]
+    return left_out, records
+
+
+def _multiples(
+    norms: Mapping[str, float], steps: Mapping[str, int], past: list[tuple[float, float]]
+) -> dict[str, float]:
+    """Each norm as a multiple of the median, or its norm per step as one of theirs if that is less."""
+    if len(norms) + len(past) < FEWEST:
+        return {}
+    usual = float(np.median([*norms.values(), *(each for each, _ in past)]))
+    pace = float(np.median([*(value / steps[name] for name, value in norms.items()), *(each for _, each in past)]))
+    if not usual > 0:
+        return {}
+    return {name: min(value / usual, value / steps[name] / pace) for name, value in norms.items()}
+
+
+def _first_norms(earlier: Iterable[Mapping[str, Any]], trip: int, field: str) -> list[tuple[float, float]]:
+    """The norms, and norms per step, of the counted first uploads of an epoch."""
+    found = []
+    for record in earlier:
+        if (record["trip"], record["field"]) == (trip, field):
+            rows = zip(record["members"], record["first"], record["norm"], record["steps"], strict=True)
+            found += [(size, size / K) for i, first, size, K in rows if first and i not in record["left_out"]]
+    return found
+
+
+def _cosines(uploads: list[np.ndarray], norms: list[float]) -> list[float | None]:
+    """The cosine of each upload with the sum of the others; None where there is no direction."""
+    total = np.sum([upload.astype(np.float64) for upload in uploads], axis=0)
+    cosines: list[float | None] = []
+    for upload, size in zip(uploads, norms, strict=True):
+        others = total - upload
+        scale = size * float(np.linalg.norm(others))
+        small = 1e-12 * size * float(np.linalg.norm(total)) if len(uploads) > 1 else np.inf
+        cosines.append(float(upload.astype(np.float64) @ others) / scale if scale > small else None)
+    return cosines

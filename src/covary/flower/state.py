@@ -1,0 +1,111 @@
+"""A node's own folder: its control variates, job by job, and how much it has been asked so far."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from covary.durable import Damaged, File, held
+from covary.flower.journal import ClientJournal, Order
+from covary.flower.limits import Limits
+from covary.flower.refusals import BeyondLimit, NoState, NotCovarys
+
+BUSY = 600.0  # seconds to wait for a process that still works on an earlier order
+DAY = 86_400.0
+JOB = re.compile("[0-9a-f]{32}")
+
+
+class StateFolder:
+    """What a node remembers between orders. Nobody else can read it: 0700, and 0600 for the files.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as here:
+    ...     state = StateFolder(Path(here) / "state", Limits(most_jobs=1))
+    ...     state.admit("0" * 32)
+    ...     state.admit("1" * 32)
+    Traceback (most recent call last):
+    covary.flower.refusals.BeyondLimit: most_jobs: this node allows 1; the server asks for 2. Raise most_jobs to go on.
+    """
+
+    def __init__(self, path: Path, limits: Limits):
+        self.path, self.limits = path, limits
+        self.account = File(path / "account", private=True)
+
+    def admit(self, job: str | None) -> None:
+        """Count an order, before any work; refused when the owner's limits are used up."""
+        if job is not None and not JOB.fullmatch(job):
+            raise NotCovarys(f"{job!r} is not the name of a job")
+        with self._counts() as counts:
+            counts["orders"] += 1
+            if job is not None and job not in counts["jobs"]:
+                counts["jobs"].append(job)
+                self._prune()
+            for name in ("orders", "jobs"):
+                came = counts[name] if name == "orders" else len(counts[name])
+                most = getattr(self.limits, f"most_{name}")
+                if came > most:
+                    fix = f"Raise most_{name} to go on."
+                    raise BeyondLimit(f"most_{name}", f"{most:,}", f"{came:,}", fix)
+
+    def ready(self) -> None:
+        """Refuse a folder that cannot be written to, before the first order."""
+        with self._counts():
+            pass
+
+    def privately(self, task: Any) -> Any:
+        """The task with its rows dealt to batches by what only this node knows."""
+        with self._counts() as counts:
+            secret = counts["secret"]
+        digest = hashlib.sha256(f"{secret} {task.seed} {task.number}".encode()).digest()
+        seed, number = (int.from_bytes(part) for part in (digest[:4], digest[4:8]))
+        return task._replace(seed=seed, number=number >> 1)
+
+    @contextlib.contextmanager
+    def journal(self, order: Order) -> Iterator[ClientJournal]:
+        """This job's journal, held against other processes. One that is damaged is put aside: its state is lost."""
+        folder = self.path / order.job
+        with held(folder, BUSY, private=True):
+            file = File(folder / "journal", private=True)
+            try:
+                journal = ClientJournal(file)
+            except Damaged:
+                file.path.replace(file.path.with_name("journal.damaged"))
+                journal = ClientJournal(file)
+            yield journal
+
+    @contextlib.contextmanager
+    def _counts(self) -> Iterator[dict[str, Any]]:
+        """The counts of orders and jobs, written down again if nothing is raised."""
+        with held(self.path, BUSY, private=True):
+            found = self.account.read()
+            counts = {"orders": 0, "jobs": [], "secret": secrets.token_hex(16)} if found is None else dict(found[1])
+            before = {**counts, "jobs": list(counts["jobs"])}
+            yield counts
+            if found is None or counts != before:
+                self.account.write({}, counts)
+
+    def _prune(self) -> None:
+        """Delete the states of jobs that have been quiet for too long."""
+        oldest = time.time() - DAY * self.limits.keep_days
+        for folder in self.path.iterdir():
+            journal = folder / "journal"
+            if JOB.fullmatch(folder.name) and journal.is_file() and journal.stat().st_mtime < oldest:
+                shutil.rmtree(folder)
+
+
+def state_folder(state: str | Path | None, config: Any, limits: Limits) -> StateFolder:
+    """The node's folder: the app's, or the one its node configuration names."""
+    folder = state if state is not None else config.get("state")
+    if not isinstance(folder, str | Path):
+        raise NoState(
+            "this node has no folder for its state. Start it with --node-config 'state=\"/some/folder\"', another for "
+            "each node, or pass state=... to the client app"
+        )
+    return StateFolder(Path(folder), limits)

@@ -1,0 +1,52 @@
+"""A grid whose calls end. Flower's own retries a SuperLink that is gone without limit, and holds the checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from covary.errors import CovaryError
+
+LEAST = 30.0  # seconds: a large model takes its time on a slow line
+
+
+class WatchedGrid:
+    """The calls that covary makes of a grid, each given up after `patience` seconds."""
+
+    def __init__(self, grid: Grid, patience: float):
+        self.grid, self.patience = grid, max(patience, LEAST)
+
+    def get_nodes(self) -> list[Any]:
+        return list(self._within(self.grid.get_nodes))
+
+    def push_messages(self, messages: list[Message]) -> list[str]:
+        return list(self._within(self.grid.push_messages, messages))
+
+    def pull_messages(self, ids: Iterable[str]) -> list[Message]:
+        return list(self._within(self.grid.pull_messages, ids))
+
+    def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What a call returns. One that does not is left behind in its thread, which ends with the process."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=call.__name__, daemon=True).start()
+        try:
+            return future.result(self.patience)
+        except TimeoutError:
+            if future.done():  # the call itself raised it
+                raise
+            raise CovaryError(
+                f"The SuperLink has not answered for {self.patience:g} s. What is counted is on the disk: start the "
+                "SuperLink, then this run again with resume=true."
+            ) from None
