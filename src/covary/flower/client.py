@@ -182,7 +182,8 @@ def build_app(
                     bytes_of(message.content), node.x.nbytes + sum(b.nbytes for b in node.buffers.values())
                 )
                 folder = state_folder(state, context.node_config, own)
-                visit = Visit(facts_of(message), node, own, folder, context.node_config.get("partition-id"))
+                partition = context.node_config.get("partition-id")
+                visit = Visit(facts_of(message), node, own, folder, partition if isinstance(partition, int) else None)
                 content = work(message, visit)
             except (Exception, SystemExit) as error:  # its text may quote data: it stays here
                 content = pack(told(error))

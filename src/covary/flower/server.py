@@ -439,6 +439,10 @@ class Server:
         self.ledger.join(newcomers, arrays, new_epoch=anew)
         told = " A new epoch begins, as this algorithm's states depend on all." if anew else ""
         console.print(f"{', '.join(newcomers)} joined: {len(self.ledger.members)} members.{told}")
+        weights = self.ledger.weights(by_examples)
+        heaviest = max(weights, key=lambda name: weights[name])
+        if by_examples and len(weights) > 1 and weights[heaviest] > 0.5:
+            console.print(f"{heaviest} weighs {weights[heaviest]:.0%}, by the number of examples that it claims.")
 
     def _reset(self, why: str, leaving: tuple[str, ...] = ()) -> None:
         server = named("server.", self.algorithm.init_server(self.server.x))

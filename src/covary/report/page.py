@@ -73,7 +73,11 @@ def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, f
     if target is not None and not _is_goal(target, runs):
         raise refused("target", "a column of every run's history and a value", target, 'Try ("loss", 0.1).')
     lines = [
-        Line(str(name), "", {key: column[None] for key, column in run.history.items() if column.ndim == 1})
+        Line(
+            str(name),
+            "",
+            {key: column[None] for key, column in run.history.items() if column.ndim == 1 and column.dtype != object},
+        )
         for name, run in runs.items()
     ]
     settings = {str(name): str(run.algorithm) for name, run in runs.items()}
