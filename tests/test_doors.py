@@ -357,6 +357,20 @@ def test_large_numbers_in_any_field_are_not_counted(option, tmp_path):
     assert audit(tmp_path / "server", [tmp_path / f"state{i}" for i in (0, 2, 3)]).holds
 
 
+def test_a_claim_to_take_many_steps_gets_nobody_past_the_screen(tmp_path):
+    def lie(node: int, message: Message) -> Any:
+        def claim(reply: Message) -> Message:
+            if message.metadata.message_type == "query":
+                reply.content = pack(facts_of(reply) | {"steps": 2**31 - 1})
+                return reply
+            return upload(lambda up: {name: 100 * v for name, v in up.items()})(reply)
+
+        return claim if node == 1 else None
+
+    run = deploy(tmp_path, grid_of(tmp_path, parts(), lie), cv.fedavg(0.3), 3)
+    assert run.history["left_out"].tolist() == [1, 1, 1]
+
+
 def test_who_joins_late_or_takes_more_steps_is_no_outlier(tmp_path):
     """The newcomer's first upload has 19 times the median norm of the others, whose c_i have settled."""
     grid = grid_of(tmp_path, parts(sizes=(40, 40, 40, 40, 400, 40), shift=0.3))

@@ -5,8 +5,8 @@ measured, written into the history, and an upload with several times the median 
 is one that never arrived: the node drops the state that goes with it, and c stays the mean of the c_i.
 
 Like is compared with like. A node whose c_i is still zero takes longer steps than one whose c_i has settled, so first
-uploads of an epoch are compared with first uploads. And who takes more steps may go further: an upload is left out only
-if it is too large both as it is and per step.
+uploads of an epoch are compared with first uploads. And who takes more steps may go further: in proportion, but no more
+than four times as far, as the number of steps is the node's own word.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from covary.flower.journal import Member, norm
 from covary.flower.merge import Reply
 
 FEWEST = 3  # norms of which a median says what is usual
+FURTHER = 4.0  # for more steps
 
 
 def screened(
@@ -62,26 +63,24 @@ def screened(
     return left_out, records
 
 
-def _multiples(
-    norms: Mapping[str, float], steps: Mapping[str, int], past: list[tuple[float, float]]
-) -> dict[str, float]:
-    """Each norm as a multiple of the median, or its norm per step as one of theirs if that is less."""
+def _multiples(norms: Mapping[str, float], steps: Mapping[str, int], past: list[tuple[float, int]]) -> dict[str, float]:
+    """Each norm as a multiple of the median, less what more steps than usual account for."""
     if len(norms) + len(past) < FEWEST:
         return {}
     usual = float(np.median([*norms.values(), *(each for each, _ in past)]))
-    pace = float(np.median([*(value / steps[name] for name, value in norms.items()), *(each for _, each in past)]))
+    K = float(np.median([*steps.values(), *(each for _, each in past)]))
     if not usual > 0:
         return {}
-    return {name: min(value / usual, value / steps[name] / pace) for name, value in norms.items()}
+    return {name: value / usual / min(max(steps[name] / K, 1.0), FURTHER) for name, value in norms.items()}
 
 
-def _first_norms(earlier: Iterable[Mapping[str, Any]], trip: int, field: str) -> list[tuple[float, float]]:
-    """The norms, and norms per step, of the counted first uploads of an epoch."""
+def _first_norms(earlier: Iterable[Mapping[str, Any]], trip: int, field: str) -> list[tuple[float, int]]:
+    """The norms and steps of the counted first uploads of an epoch."""
     found = []
     for record in earlier:
         if (record["trip"], record["field"]) == (trip, field):
             rows = zip(record["members"], record["first"], record["norm"], record["steps"], strict=True)
-            found += [(size, size / K) for i, first, size, K in rows if first and i not in record["left_out"]]
+            found += [(size, K) for i, first, size, K in rows if first and i not in record["left_out"]]
     return found
 
 
