@@ -197,7 +197,8 @@ def build_app(
         _check_model(visit.node, visit.facts, privacy)
         algorithm = task.build(factories)
         visit.limits.check_rows(visit.node.size)
-        if any(exchange.step is not None for exchange in algorithm.exchanges) and not task.warm:
+        asked = (task.exchange(algorithm),) if task.warm else algorithm.exchanges
+        if any(exchange.step is not None for exchange in asked):
             rows, per_pass = visit.node.batches(task.training["batch_size"])
             visit.limits.check_rows(rows)
             visit.limits.check_steps(visit.node.steps(task.training), per_pass)
