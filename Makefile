@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs wheel deploy-demo screenshots clean
+.PHONY: demo test nightly docs wheel deploy-demo screenshots clean
 
 demo: .venv/installed
 	$(BIN)/covary compare --open
@@ -17,6 +17,10 @@ test: .venv/installed-dev .venv/axe
 	$(MAKE) docs
 	$(BIN)/pytest
 	$(MAKE) wheel
+
+# Deployments with real processes, for minutes: they need nginx.
+nightly: .venv/installed-dev
+	$(BIN)/pytest -m nightly -n 1
 
 docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import textwrap
 from collections.abc import Callable
@@ -131,14 +132,16 @@ def measure(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
     if quick:
         sizes = {"steps": 2, "batch": 5, "features": 10, "classes": 3, "size": 20}
     records = []
-    with tempfile.TemporaryDirectory() as temporary, Federation(Path(temporary) / "here") as here:
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        for name, files in (("ours", OURS), ("flowers", FLOWERS)):
+            _write(Path(temporary) / name, name, files, sizes)
+        apps = [Path(temporary) / name for name in ("ours", "flowers")]
+        here = stack.enter_context(Federation(Path(temporary) / "here", apps))
         for number in range(NODES):
             here.register(f"node{number}")
             here.start_node(f"node{number}", {"partition-id": number})
-        for who, files in (("covary, SCAFFOLD", OURS), ("Flower, FedAvg", FLOWERS)):
+        for who, name in (("covary, SCAFFOLD", "ours"), ("Flower, FedAvg", "flowers")):
             say(f"deployed rounds: {who}")
-            name = "ours" if files is OURS else "flowers"
-            _write(Path(temporary) / name, name, files, sizes)
             folder = Path(temporary) / f"{name}-checkpoint"
             here.run(Path(temporary) / name, {"rounds": rounds, "checkpoint": str(folder)}, name)
             here.wait(name)

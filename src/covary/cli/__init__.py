@@ -24,7 +24,9 @@ app.command()(reproduce.reproduce)
 app.command()(report.report)
 app.command()(bench.bench)
 app.command()(deploy.new_app)
+app.command()(deploy.node)
 app.command()(deploy.audit)
+app.command()(deploy.status)
 app.add_typer(data.app, name="data")
 
 

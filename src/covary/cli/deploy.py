@@ -1,4 +1,4 @@
-"""`covary new-app` and `covary audit`: the beginning and the proof of a deployment on Flower."""
+"""`covary new-app`, `node` and `audit`: the beginning, a node and the proof of a deployment on Flower."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def new_app(
     terminal = Terminal(as_json, quiet)
     terminal.show(f"Written: {folder}. Its README.md says how to run it.", markup=False)
     terminal.answer({"folder": str(folder)})
+
+
+def node(
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gate of the SuperLink.")],
+    root_certificates: Annotated[Path, typer.Option(metavar="FILE", help="The certificate of the CA: ca.crt.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="This node's private key.")],
+    state: Annotated[Path, typer.Option(metavar="DIR", help="The folder of this node's control variate.")],
+    app: Annotated[list[Path], typer.Option(metavar="APP", help="An app that may run here: its folder or .fab file.")],
+    config: Annotated[str, typer.Option(help="What the app finds in context.node_config.")] = "",
+    port: Annotated[int, typer.Option(help="A free port of this machine.", min=1, max=65535)] = 9094,
+) -> None:
+    """Run this machine's node: only the apps you name, and with a reason when it ends.
+
+    Example: covary node --superlink superlink.example.org:443 --root-certificates ca.crt --key hospital-a
+    --state /var/lib/covary --app my-hospital --config 'partition-id=0'
+    """
+    _refuse_without_flower()
+    from covary.flower.node import Node, run_node
+
+    raise typer.Exit(run_node(Node(superlink, root_certificates, key, state, app, config, port)))
 
 
 def audit(
@@ -64,6 +84,24 @@ def audit(
         terminal.show(f"‖c‖ = {found.norm:.6g}, ‖c - mean c_i‖ = {found.gap:.3g}: {verdict}")
     if not found.holds:
         raise typer.Exit(1)
+
+
+def status(
+    checkpoint: Annotated[Path, typer.Argument(help="The server's checkpoint folder.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say whether a deployed run has reached its rounds. Exit code 0 if so, 1 if it stopped before, 3 while it runs.
+
+    Example: covary status checkpoint
+    """
+    _refuse_without_flower()
+    from covary.flower import outcome
+
+    found, terminal = outcome(checkpoint), Terminal(as_json, quiet)
+    terminal.answer({**vars(found), "reached": found.reached})
+    terminal.show(str(found), markup=False)
+    raise typer.Exit(0 if found.reached else 3 if found.state == "running" else 1)
 
 
 def _refuse_without_flower() -> None:

@@ -1,19 +1,21 @@
-"""A federation on this machine: a SuperLink and nodes as real processes on loopback, with TLS and registered keys.
+"""A federation on this machine: a SuperLink, its gate and nodes as real processes on loopback, with TLS and keys.
 
 For a trial before there are machines, for the demonstration, and for tests. What it does by hand is in docs/deploy.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,56 +26,72 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from covary.errors import CovaryError
+from covary.flower.node import descendants
+from covary.flower.template import gate
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Federation:
-    """A SuperLink and its nodes. Every process it starts ends with the `with` block.
+    """A SuperLink, its gate and its nodes. Every process it starts ends with the `with` block.
+
+    The SuperLink's own port is for this machine's `flwr`. Nodes connect to the gate, as they do across machines.
 
     Args:
         folder: for certificates, keys, logs, the nodes' states and Flower's own files.
+        apps: what the nodes may run.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder).absolute()
+    def __init__(self, folder: str | Path, apps: Sequence[Path]):
+        self.folder, self.apps = Path(folder).absolute(), apps
         self.bin = Path(sys.executable).parent
-        self.port = free_port()
+        self.port, self.gate_port = free_port(), free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.told: dict[str, int] = {}  # how much each had said when it was started
-        self.nodes: dict[str, tuple[Mapping[str, Any], Path | None]] = {}
+        self.nodes: dict[str, tuple[Mapping[str, Any], Path | None, Sequence[Path] | None]] = {}
         self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "flwr")}
         self.environment["PATH"] = f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}"
 
     def __enter__(self) -> Federation:
-        (self.folder / "flwr").mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / "flwr").mkdir(exist_ok=True)
         ca = self.folder / "ca.crt"
         if not ca.is_file():
             make_certificates(self.folder)
-        (self.folder / "flwr" / "config.toml").write_text(
-            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{self.port}"\n'
-            f'root-certificates = "{ca}"\n'
-        )
-        self.start_link()
+        (self.folder / "flwr" / "config.toml").write_text(connection("here", self.port, ca))
+        try:
+            self.start_link()
+            self.start_gate()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in list(self.processes):
+        for name in reversed(list(self.processes)):
             self.kill(name, signal.SIGTERM)
 
     def start_link(self) -> None:
-        """The SuperLink, which lets in registered keys only."""
+        """The SuperLink, which lets in registered keys only, and knows them again after a restart."""
         self._start(
             "superlink",
-            "flower-superlink",
-            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *(self._program("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--database", str(self.folder / "superlink.db")),
             *("--ssl-ca-certfile", str(self.folder / "ca.crt")),
             *("--ssl-certfile", str(self.folder / "server.crt"), "--ssl-keyfile", str(self.folder / "server.key")),
             *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
         )
         self._wait_for_port("superlink", self.port)
+
+    def start_gate(self) -> None:
+        """nginx, with the configuration that `covary new-app` writes."""
+        settings = gate(f"127.0.0.1:{self.gate_port}", f"127.0.0.1:{self.port}", ".", ".", "refused.log")
+        (self.folder / "nginx.conf").write_text(settings)
+        where = ("-p", str(self.folder), "-c", str(self.folder / "nginx.conf"))
+        self._start("gate", nginx(), "-e", "stderr", *where, "-g", "daemon off;")
+        self._wait_for_port("gate", self.gate_port)
 
     def register(self, name: str) -> None:
         """Make a key for a node and register it with the SuperLink."""
@@ -82,23 +100,23 @@ class Federation:
         self._flwr("supernode", "register", str(self.key(name).with_suffix(".pub")), "here")
 
     def key(self, name: str) -> Path:
-        return self.folder / f"{name}.key"
+        return self.folder / name
 
     def state(self, name: str) -> Path:
         """The folder of a node's control variate."""
         return self.folder / f"{name}.state"
 
-    def start_node(self, name: str, config: Mapping[str, Any], ca: Path | None = None) -> None:
-        """A SuperNode with its key; `config` is its node configuration, beside the folder of its state."""
-        self.nodes[name] = (config, ca)
-        own = {"state": str(self.state(name)), **config}
-        told = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in own.items())
+    def start_node(
+        self, name: str, config: Mapping[str, Any], ca: Path | None = None, apps: Sequence[Path] | None = None
+    ) -> None:
+        """A node with its key, as `covary node` runs it; `config` is its configuration."""
+        self.nodes[name] = (config, ca, apps)
         self._start(
             name,
-            "flower-supernode",
-            *("--superlink", f"127.0.0.1:{self.port}", "--root-certificates", str(ca or self.folder / "ca.crt")),
-            *("--auth-supernode-private-key", str(self.key(name)), "--port", str(free_port())),
-            *("--node-config", told),
+            *(self._program("covary"), "node", "--superlink", f"127.0.0.1:{self.gate_port}"),
+            *("--root-certificates", str(ca or self.folder / "ca.crt"), "--key", str(self.key(name))),
+            *("--state", str(self.state(name)), "--port", str(free_port()), "--config", pairs(config)),
+            *(word for app in apps or self.apps for word in ("--app", str(app.absolute()))),
         )
 
     def wait_for_node(self, name: str, timeout: float = 150.0) -> None:
@@ -118,11 +136,8 @@ class Federation:
 
     def run(self, app: Path, config: Mapping[str, Any], name: str = "run") -> None:
         """Submit an app; its log goes on in `log(name)`, and `wait` waits for its end."""
-        told = " ".join(
-            f'{k}="{v}"' if isinstance(v, str) else f"{k}={str(v).lower() if isinstance(v, bool) else v}"
-            for k, v in config.items()
-        )
-        self._start(name, "flwr", "run", str(app.absolute()), "here", "--stream", "--run-config", told)
+        command = (self._program("flwr"), "run", str(app.absolute()), "here", "--stream")
+        self._start(name, *command, "--run-config", pairs(config))
 
     def wait(self, name: str = "run", timeout: float = 600.0) -> int:
         """The exit status of a process, when it has ended."""
@@ -147,31 +162,34 @@ class Federation:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """End a process and all that it has started."""
         process = self.processes.pop(name)
-        for sent in (how, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, sent)
-            except ProcessLookupError:
-                break
-            try:
+        family = descendants(process.pid)  # Flower's own are in sessions of their own, and outlive it
+        if how != signal.SIGKILL and process.poll() is None:
+            process.send_signal(how)
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                continue
+        for number in (process.pid, *family):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         process.wait()
 
-    def _start(self, name: str, command: str, *arguments: str) -> None:
+    def _program(self, name: str) -> str:
+        return str(self.bin / name)
+
+    def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.told[name] = len(self.log(name))
             self.processes[name] = subprocess.Popen(
-                [str(self.bin / command), *arguments],
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 cwd=self.folder,
+                umask=0o077,
                 start_new_session=True,
             )
 
     def _flwr(self, *arguments: str) -> str:
-        command = [str(self.bin / "flwr"), *arguments]
+        command = [self._program("flwr"), *arguments]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         if done.returncode:
             raise CovaryError(f"flwr {' '.join(arguments)} failed: {done.stdout}{done.stderr}")
@@ -187,6 +205,33 @@ class Federation:
             if self.processes[name].poll() is not None or time.monotonic() > deadline:
                 raise CovaryError(f"{name} did not come up. Its log: {self.log(name)[-2000:]}")
             time.sleep(0.1)
+
+
+def nginx() -> str:
+    """Where nginx is; /usr/sbin is not on everyone's PATH."""
+    found = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin")
+    if found is None:
+        raise CovaryError("The gate needs nginx. Install it: apt-get install nginx-light")
+    return found
+
+
+def connection(name: str, port: int, ca: Path) -> str:
+    """What a person's Flower configuration says about a SuperLink on this machine."""
+    head = f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\n'
+    return f'{head}address = "127.0.0.1:{port}"\nroot-certificates = "{ca}"\n'
+
+
+def pairs(config: Mapping[str, Any]) -> str:
+    """A configuration as Flower's commands take it.
+
+    >>> pairs({"rounds": 3, "resume": True, "target": "loss <= 1"})
+    'rounds=3 resume=true target="loss <= 1"'
+    """
+
+    def told(value: Any) -> str:
+        return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+    return " ".join(f"{name}={told(value)}" for name, value in config.items())
 
 
 def free_port() -> int:

@@ -10,6 +10,41 @@ from string import Template
 
 from covary.errors import CovaryError, refused
 
+SYSLOG = "syslog:server=unix:/dev/log,nohostname,tag=covary_gate"
+UNITS = ("covary-superlink.service", "covary-gate.service", "covary-node.service")
+
+
+class _AtWords(Template):
+    """For files in which $ means something."""
+
+    delimiter = "@"
+
+
+def gate(
+    listen: str = "443",
+    superlink: str = "127.0.0.1:8000",
+    certificates: str = "/etc/covary",
+    run: str = "/run/covary-gate",
+    log: str = SYSLOG,
+) -> str:
+    """The nginx configuration that stands between a SuperLink and the network.
+
+    Args:
+        listen: the public port, or address and port.
+        superlink: where the SuperLink listens, on this machine.
+        certificates: the folder of ca.crt, server.crt and server.key.
+        run: a folder where nginx may write.
+        log: where refused requests are logged: a file, or syslog.
+
+    >>> "listen 8443 ssl;" in gate(listen="8443")
+    True
+    """
+    return _AtWords(_text("deploy/nginx.conf.txt")).substitute(locals())
+
+
+def _text(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+
 
 def write_app(folder: Path, with_torch: bool) -> Path:
     """Write a Flower app into a new folder, and return the folder of its Python files.
@@ -44,12 +79,15 @@ def write_app(folder: Path, with_torch: bool) -> Path:
         f"{package}/client.py": f"{kind}/client.py.txt",
         f"{package}/task.py": f"{kind}/task.py.txt",
     }
+    texts = {written: Template(_text(source)).substitute(words) for written, source in files.items()}
+    texts |= {f"deploy/{unit}": _AtWords(_text(f"deploy/{unit}.txt")).substitute(words) for unit in UNITS}
+    texts["deploy/nginx.conf"] = gate()
     try:
         (folder / package).mkdir(parents=True)
+        (folder / "deploy").mkdir()
         (folder / package / "__init__.py").touch()
-        for written, source in files.items():
-            text = resources.files(__name__).joinpath(source).read_text(encoding="utf-8")
-            (folder / written).write_text(Template(text).substitute(words), encoding="utf-8")
+        for written, text in texts.items():
+            (folder / written).write_text(text, encoding="utf-8")
     except OSError as error:
         raise CovaryError(f"{folder} cannot be written ({error.strerror}). Choose another place.") from None
     return folder / package

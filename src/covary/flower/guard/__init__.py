@@ -1,0 +1,1 @@
+"""The folder that `covary node` puts on PYTHONPATH, for its one file."""
