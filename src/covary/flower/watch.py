@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from flwr.app import Message
@@ -13,6 +14,7 @@ from flwr.serverapp import Grid
 from covary.errors import CovaryError
 
 LEAST = 30.0  # seconds: a large model takes its time on a slow line
+LOOK = 0.5  # seconds between two looks: a signal that another thread raises is seen between them only
 
 
 class WatchedGrid:
@@ -41,12 +43,12 @@ class WatchedGrid:
                 future.set_exception(error)
 
         threading.Thread(target=run, name=call.__name__, daemon=True).start()
-        try:
-            return future.result(self.patience)
-        except TimeoutError:
-            if future.done():  # the call itself raised it
-                raise
-            raise CovaryError(
-                f"The SuperLink has not answered for {self.patience:g} s. What is counted is on the disk: start the "
-                "SuperLink, then this run again with resume=true."
-            ) from None
+        deadline = time.monotonic() + self.patience
+        while not future.done() and time.monotonic() < deadline:
+            wait([future], LOOK)
+        if future.done():
+            return future.result()
+        raise CovaryError(
+            f"The SuperLink has not answered for {self.patience:g} s. What is counted is on the disk: start the "
+            "SuperLink, then this run again with resume=true."
+        )
