@@ -43,7 +43,8 @@ ALGORITHMS = {
     "vrl_sgd": cv.vrl_sgd(0.3),
 }
 ROUND = {"local_steps": 3, "batch_size": 4}
-OPEN = Limits(smallest_batch=1, whole_passes=False)  # small clients, any number of steps
+# Small clients, any number of steps, and the batches of a simulation:
+OPEN = Limits(smallest_batch=1, whole_passes=False, private_batches=False)
 
 
 def parts(sizes=(12,) * N, seed=0):

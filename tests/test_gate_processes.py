@@ -176,7 +176,7 @@ def test_a_node_runs_no_app_that_is_not_approved(here, kind, checkpoint, tmp_pat
         here.run(app, {}, kind)
     else:
         start_unchecked(here, app)
-    refused = "Permission denied" if kind == "another app" else "is not the folder of an approved app"
+    refused = "is not an app that this node's owner has approved"
     for name in NODES:
         until(lambda name=name: refused in here.log(name)[before[name] :])
     assert not mark.exists()

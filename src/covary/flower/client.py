@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 
 from covary import algorithms
 from covary.algorithm import Algorithm, Exchange, rebuild
-from covary.checks import non_negative, positive
+from covary.checks import flag, non_negative, positive, whole
 from covary.client import Guard
 from covary.cohort import work_of_client
 from covary.devices import Place
@@ -57,6 +57,22 @@ class Task(NamedTuple):
     number: int  # i
     cohort: int  # nodes that are asked in this trip
 
+    @classmethod
+    def read(cls, facts: Any) -> Task:
+        """The task of an instruction, refused unless its numbers are what they are said to be."""
+        try:
+            task = cls(**facts)
+            for name, least, most in (("seed", 0, 2**32 - 1), ("round", 0, 2**31 - 1), ("trip", 1, 8)):
+                whole(name, getattr(task, name), least, most)
+            for name in ("number", "cohort"):
+                whole(name, getattr(task, name), 0)
+            flag("warm", task.warm)
+            if task.steps is not None:
+                whole("steps", task.steps, 1)
+        except (TypeError, ValueError) as error:
+            raise NotCovarys(f"the task is not covary's ({error})") from None
+        return task
+
     def build(self, factories: Iterable[Callable[..., Algorithm]]) -> Algorithm:
         """The algorithm that is named, with its numbers checked as always."""
         known = {factory.__name__: factory for factory in factories}
@@ -66,11 +82,14 @@ class Task(NamedTuple):
         return known[name](**self.algorithm["numbers"], **self.algorithm["options"])
 
     def exchange(self, algorithm: Algorithm) -> Exchange:
-        if not self.warm:
-            return algorithm.trips(self.steps)[self.trip - 1]
-        if algorithm.warm_start is None:
-            raise NotCovarys(f"{algorithm.name} has no warm start")
-        return algorithm.warm_start
+        return _exchange(algorithm, self.trip, self.warm, self.steps)
+
+
+def _exchange(algorithm: Algorithm, trip: int, warm: bool, steps: int | None) -> Exchange:
+    trips = (algorithm.warm_start,) if warm else algorithm.trips(steps)
+    if trip > len(trips) or (found := trips[trip - 1]) is None:
+        raise NotCovarys(f"{algorithm.name} has no {'warm start' if warm else f'trip {trip}'}")
+    return found
 
 
 class Privacy(NamedTuple):
@@ -207,7 +226,7 @@ def build_app(
     @app.query()
     @answer
     def hello(message: Message, visit: Visit) -> RecordDict:
-        task, node = Task(**visit.facts["task"]), visit.node
+        task, node = Task.read(visit.facts["task"]), visit.node
         algorithm_of(task, visit)
         visit.state.ready()  # refused now rather than in every round
         found = {"size": node.size, "steps": node.steps(task.training), "buffers": sorted(node.buffers)}
@@ -216,17 +235,17 @@ def build_app(
     @app.train()
     @answer
     def train(message: Message, visit: Visit) -> RecordDict:
-        task, order, node = Task(**visit.facts["task"]), Order(**visit.facts["order"]), visit.node
+        task, order, node = Task.read(visit.facts["task"]), Order(**visit.facts["order"]), visit.node
         visit.limits.check_cohort(task.cohort)
         algorithm = algorithm_of(task, visit)
         exchange, x = task.exchange(algorithm), node.x
         if task.steps is not None and task.steps != node.steps(task.training):
             raise OtherSteps(node.steps(task.training), task.steps)
         down = exchange.broadcast(algorithm.init_server(x))
-        down = type(down)(**vectors_of(message, "down", down._asdict()))
+        down = type(down)(**vectors_of(message, "down", down._asdict(), visit.limits.largest_number))
         buffers = vectors_of(message, "buffers", node.buffers)
         start = algorithm.init_client(down.x)
-        visit.state.admit(order.job)
+        visit.state.admit(str(order.job))
         private = visit.state.privately(task) if visit.limits.private_batches else task
 
         def work(client: Any) -> tuple[Any, Any, dict[str, np.ndarray], float]:
@@ -251,10 +270,11 @@ def build_app(
         if not privacy.evaluate:
             raise KeepsMetrics("this node does not report its loss and metrics")
         visit.limits.check_rows(node.size)
-        x = vectors_of(message, "down", {"x": node.x})["x"]
+        x = vectors_of(message, "down", {"x": node.x}, visit.limits.largest_number)["x"]
         buffers = vectors_of(message, "buffers", node.buffers)
         visit.state.admit(None)
         values, tested = node.evaluate(x, buffers)
+        visit.limits.check_rows(tested)
         return pack({"values": {name: float(v) for name, v in values.items()}, "tested": tested})
 
     return app
@@ -354,7 +374,7 @@ def _compiled_work(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     def work(numbers: Any, down: Any, client: Any, key: Any, r: Any, i: Any, noise: Any, world: World) -> Any:
         algorithm = rebuild(program.recipe, numbers)
-        exchange = Task({}, {}, 0, 0, trip, warm, steps, 0, 0).exchange(algorithm)
+        exchange = _exchange(algorithm, trip, warm, steps)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), r), trip)
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
         return work_of_client(program, exchange, down, key, world, True, i, 0, 0, client, guard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ class Outcome:
     rounds_done: int
     rounds: int  # that were asked for
     why: str
+    when: str  # the state was written, in local time
 
     @property
     def reached(self) -> bool:
@@ -31,32 +33,34 @@ class Outcome:
         return self.state == "reached"
 
     def __str__(self) -> str:
-        return f"{self.state}: {self.rounds_done} of {self.rounds} rounds are done. {self.why}".strip()
+        done = f"{self.rounds_done} of {max(self.rounds, self.rounds_done)} rounds are done"
+        return f"{self.state}: {done} ({self.when}). {self.why}".strip()
 
 
 def outcome(checkpoint: str | Path) -> Outcome:
-    """What became of the run whose server keeps its checkpoint in this folder.
+    """What became of the last run whose server keeps its checkpoint in this folder.
 
     >>> from covary.flower import outcome
     >>> outcome("/no/such/folder")
     Traceback (most recent call last):
-    covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
+    covary.errors.CovaryError: No run was started in /no/such/folder. Give the server's checkpoint folder.
     """
     folder = Path(checkpoint)
-    found = File(folder / "ledger").read()
-    if found is None:
-        raise CovaryError(f"There is no checkpoint in {folder}. Give the server's checkpoint folder.")
-    done = int(found[1]["round"])
     try:
         said = json.loads(content_of(folder / NAME, 2**16))
-        state, rounds, why = str(said["state"]), int(said["rounds"]), str(said["why"])
-    except FileNotFoundError:
-        state, rounds, why = "running", done, ""
+        state, rounds = str(said["state"]), int(said["rounds"])
+        why, when = str(said["why"]), str(said["when"])
+        if state not in ("running", "reached", "stopped"):
+            raise ValueError(state)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CovaryError(f"No run was started in {folder}. Give the server's checkpoint folder.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CovaryError(f"{folder / NAME} is damaged ({error!r}). Remove it and resume the run.") from None
+    found = File(folder / "ledger").read()
+    done = 0 if found is None else int(found[1]["round"])
     if state == "running" and not _is_held(folder):
-        return Outcome("killed", done, rounds, "Its server ended without a word. Start it again with resume=true.")
-    return Outcome(state, done, rounds, why)
+        return Outcome("killed", done, rounds, "Its server ended without a word. Start it with resume=true.", when)
+    return Outcome(state, done, rounds, why, when)
 
 
 @contextlib.contextmanager
@@ -69,14 +73,16 @@ def ending(folder: Path, rounds: int) -> Iterator[Callable[[str, str], None]]:
     try:
         yield lambda state, why: _write(folder, state, rounds, why)
     except BaseException as error:
-        _write(folder, "stopped", rounds, str(error) or type(error).__name__)
+        asked = isinstance(error, (KeyboardInterrupt, SystemExit))
+        _write(folder, "stopped", rounds, "It was asked to." if asked else str(error) or type(error).__name__)
         done = outcome(folder)
         error.add_note(f"covary: stopped: {done.rounds_done} of {rounds} rounds are done.")
         raise
 
 
 def _write(folder: Path, state: str, rounds: int, why: str) -> None:
-    replace(folder / NAME, json.dumps({"state": state, "rounds": rounds, "why": why}).encode())
+    when = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
+    replace(folder / NAME, json.dumps({"state": state, "rounds": rounds, "why": why, "when": when}).encode())
 
 
 def _is_held(folder: Path) -> bool:

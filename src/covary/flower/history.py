@@ -60,6 +60,17 @@ class Record:
         """What was measured of the uploads of an epoch."""
         return [each for row in self.rows if row["epoch"] == epoch for each in row.get("uploads", ())]
 
+    def not_counted(self) -> str:
+        """Whose uploads were too large, and in how many rounds of this epoch."""
+        rounds: dict[int, int] = {}
+        rows = [row for row in self.rows if row["epoch"] == self.ledger.epoch]
+        for row in rows:
+            for number in {i for record in row.get("uploads", ()) for i in record["left_out"]}:
+                rounds[number] = rounds.get(number, 0) + 1
+        names = {member.number: name for name, member in self.ledger.members.items()}
+        told = [f"{names.get(i, i)} in {count} of {len(rows)} rounds" for i, count in sorted(rounds.items())]
+        return f"Left out for too large uploads: {', '.join(told)}." if told else ""
+
     def finish(self, measure: Callable[[], dict[str, Any]]) -> bool:
         """Write down the round just done, measured if that is due, unless it is written. True at the target."""
         s, row = self.settings, dict(self.ledger.row)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.checks import flag, whole
+from covary.checks import flag, positive, whole
 from covary.errors import refused
 from covary.flower.refusals import BeyondLimit
 from covary.plan import batches_of
@@ -18,24 +18,26 @@ from covary.plan import batches_of
 class Limits:
     """What a node does at most, whatever a server asks for.
 
-    The defaults refuse what is only good for looking at single rows: small batches, and uploads that leave out a part
-    of the data, from whose differences rows can be computed. They bound what a curious server learns cheaply. They
-    prove nothing about a hostile one: that takes noise (`clip` and `noise` of the client app).
+    The defaults refuse what is only good for looking at single rows: small batches, uploads that leave out a part of
+    the data, and a server that knows which rows are in which batch. They bound what a curious server learns cheaply.
+    Against a hostile one, which chooses models that bring out single rows, only noise helps: `clip` and `noise` of the
+    client app.
 
     Every limit can also be set where the node is started, and then overrides the app's:
-    `--node-config 'smallest-batch=32 algorithms="scaffold fedavg"'`.
+    `covary node ... --config 'smallest-batch=32 algorithms="scaffold fedavg"'`.
 
     Args:
         algorithms: the names a server may use; None for all of covary's and the app's own factories.
         smallest_batch: the fewest rows of any batch, the last one of a pass included, and of the whole data.
         whole_passes: an order's steps make whole passes over the data. `local_epochs` does that by itself. A
             `DataLoader` decides its own batches: only whole passes over it are asked for.
-        private_batches: rows are dealt to batches by a secret of this node instead of the server's seed. The numbers
-            then differ from a simulation's, as they do under another seed.
+        private_batches: rows are dealt to batches by a secret of this node, and not by the server's seed. The numbers
+            then differ from a simulation's, as they do under another seed; with False they are the simulation's.
         smallest_cohort: the fewest nodes of a round, as the server states it.
         fewest_steps, most_steps: of one order.
-        most_orders, most_jobs: over the life of the state folder.
+        most_orders, most_jobs: over the life of the state folder; evaluations count as orders.
         largest_message: in bytes; None for eight times the model and one megabyte.
+        largest_number: of a model and of control variates that the server sends.
         keep_days: the state of a job without orders for so long is deleted.
 
     >>> from covary.flower import Limits
@@ -46,13 +48,14 @@ class Limits:
     algorithms: tuple[str, ...] | None = None
     smallest_batch: int = 8
     whole_passes: bool = True
-    private_batches: bool = False
+    private_batches: bool = True
     smallest_cohort: int = 1
     fewest_steps: int = 1
     most_steps: int = 100_000
-    most_orders: int = 100_000
+    most_orders: int = 10_000
     most_jobs: int = 100
     largest_message: int | None = None
+    largest_number: float = 1e6
     keep_days: int = 90
 
     def __post_init__(self) -> None:
@@ -61,9 +64,10 @@ class Limits:
             raise refused("algorithms", "names in a tuple, or None", repr(names), 'Try ("scaffold",).')
         for name in ("whole_passes", "private_batches"):
             flag(name, getattr(self, name))
+        positive("largest_number", self.largest_number)
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if limit.name not in ("algorithms", "whole_passes", "private_batches") and value is not None:
+            if limit.type in ("int", "int | None") and value is not None:
                 whole(limit.name, value, 1, most=2**62)
 
     def overridden(self, config: Mapping[str, Any]) -> Limits:
@@ -72,7 +76,11 @@ class Limits:
         >>> Limits().overridden({"smallest-batch": 32, "algorithms": "scaffold fedavg", "partition-id": 0}).algorithms
         ('scaffold', 'fedavg')
         """
-        named = {f.name: config[f.name.replace("_", "-")] for f in fields(self) if f.name.replace("_", "-") in config}
+        names = {f.name.replace("_", "-"): f.name for f in fields(self)}
+        for key in config:
+            if key not in names and key.replace("_", "-") in names:
+                raise refused("a node's configuration", f"spelled {key.replace('_', '-')}", key, "Use dashes.")
+        named = {name: config[key] for key, name in names.items() if key in config}
         if isinstance(named.get("algorithms"), str):
             named["algorithms"] = tuple(named["algorithms"].split())
         return replace(self, **named)
@@ -90,7 +98,7 @@ class Limits:
     def check_rows(self, rows: int) -> None:
         """Refuse results that speak of fewer rows."""
         if rows < self.smallest_batch:
-            fix = "Raise batch_size, or lower smallest_batch where rows are not worth protecting."
+            fix = "Ask for a batch_size that is a fraction, such as 0.1: the last batch of a pass counts too."
             raise BeyondLimit("smallest_batch", f"at least {self.smallest_batch} rows", rows, fix)
 
     def check_cohort(self, cohort: int) -> None:

@@ -60,7 +60,8 @@ def exchange(
                 continue
             try:
                 if message.has_error():  # its reason may quote anything
-                    raise CovaryError(f"Flower reports error {message.error.code} there; its own log says why")
+                    code = message.error.code
+                    raise CovaryError(f"Flower reports error {code}. Its own log says why. Has it approved this app?")
                 check_content(message.content, expected, sum(expected.values()) + FACTS_BYTES)
                 facts = facts_of(message)
                 if "refused" in facts:

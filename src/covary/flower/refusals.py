@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -41,7 +42,8 @@ class StateLost(Refused):
 
 class SharedState(Refused):
     meaning = (
-        "its state folder belongs to another node: two nodes use one folder, or a copy of one. Give each its own folder"
+        "its state folder belongs to another node. Either two nodes use one folder, or a copy of one: give each its "
+        "own. Or its key is new: give it a new folder, and let the old member go with forget_after"
     )
 
 
@@ -96,6 +98,15 @@ class KeepsMetrics(Refused):
     meaning = "it does not report its loss and metrics"
 
 
+HINTS = {
+    "smallest_batch": "Use a fraction as batch_size, such as 0.1: the last batch of a pass counts, and so do test data",
+    "whole_passes": "Use local_epochs",
+    "most_steps": "Lower local_steps or local_epochs",
+    "fewest_steps": "Raise local_steps or local_epochs",
+    "smallest_cohort": "Raise clients_per_round",
+}
+KNOWN = sys.stdlib_module_names | {"covary", "jax", "jaxlib", "numpy", "pandas", "polars", "scipy", "sklearn", "torch"}
+
 MEANINGS = {
     kind.__name__: kind.meaning
     for kind in (
@@ -123,14 +134,20 @@ def told(error: BaseException) -> dict[str, Any]:
     else:
         log.error("Order failed (reference %s).", reference, exc_info=error)
     facts = error.facts if isinstance(error, Refused) else {}
-    return {"refused": type(error).__name__, "reference": reference, **facts}
+    return {"refused": _name(error), "reference": reference, **facts}
+
+
+def _name(error: BaseException) -> str:
+    """The type's name, if it is of a library: a name that an app made up may quote data, too."""
+    kind = type(error)
+    return kind.__name__ if kind.__module__.split(".")[0] in KNOWN else "Exception"
 
 
 def explained(facts: Mapping[str, Any]) -> str:
     """What the server's log says of a refusal. Nothing of it is the node's own text.
 
-    >>> explained({"refused": "BeyondLimit", "limit": "smallest_batch", "reference": "0a1b2c3d"})
-    'BeyondLimit (smallest_batch): its owner does not allow it. Reference 0a1b2c3d in its own log.'
+    >>> explained({"refused": "BeyondLimit", "limit": "most_jobs", "reference": "0a1b2c3d"})
+    'BeyondLimit (most_jobs): its owner does not allow it. Reference 0a1b2c3d in its own log.'
     >>> explained({"refused": "KeyError", "reference": "0a1b2c3d"})
     'KeyError: its own log says why. Reference 0a1b2c3d in its own log.'
     >>> explained({"refused": "patient 12 has", "reference": "no number"})
@@ -140,4 +157,5 @@ def explained(facts: Mapping[str, Any]) -> str:
     what = name if re.fullmatch(r"[A-Za-z_]\w{0,63}", name) else "an error without a name"
     which = f" ({limit})" if re.fullmatch(r"[a-z_]{1,32}", limit) else ""
     where = f" Reference {reference} in its own log." if re.fullmatch(r"[0-9a-f]{8}", reference) else ""
-    return f"{what}{which}: {MEANINGS.get(name, 'its own log says why')}.{where}"
+    hint = f" {HINTS[limit]}." if limit in HINTS else ""
+    return f"{what}{which}: {MEANINGS.get(name, 'its own log says why')}.{hint}{where}"

@@ -6,7 +6,7 @@ is one that never arrived: the node drops the state that goes with it, and c sta
 
 Like is compared with like. A node whose c_i is still zero takes longer steps than one whose c_i has settled, so first
 uploads of an epoch are compared with first uploads. And who takes more steps may go further: in proportion, but no more
-than four times as far, as the number of steps is the node's own word.
+than 25 times as far, as the number of steps is the node's own word. Buffers are compared by how far they moved.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from typing import Any
 import numpy as np
 
 from covary.flower.journal import Member, norm
-from covary.flower.merge import Reply
+from covary.flower.merge import Arrays, Reply
 
 FEWEST = 3  # norms of which a median says what is usual
-FURTHER = 4.0  # for more steps
+FURTHER = 25.0  # for more steps
+BUFFERS = "buffers"  # what stands for a field
 
 
 def screened(
     trip: int,
     replies: Mapping[str, Reply],
     members: Mapping[str, Member],
+    buffers: Arrays,
     earlier: Iterable[Mapping[str, Any]],
     bound: float | None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Who is to be left out, with its multiple of the median; and what was measured, one record a field.
 
-    `earlier` are such records of the same epoch; `bound` is the largest multiple, None for no bound.
+    `buffers` are the server's, `earlier` such records of the same epoch; `bound` is the largest multiple, or None.
     """
     first = {name: not members[name].counted for name in replies}
     left_out: dict[str, float] = {}
     records = []
-    for field in next(iter(replies.values())).up._fields if replies else ():
-        uploads = {name: getattr(reply.up, field) for name, reply in replies.items()}
+    fields = next(iter(replies.values())).up._fields if replies else ()
+    for field in (*fields, *((BUFFERS,) if fields and buffers else ())):
+        uploads = {name: _sent(reply, field, buffers) for name, reply in replies.items()}
         norms = {name: norm(array) for name, array in uploads.items()}
         for group in (True, False):
             own = {name: norms[name] for name in replies if first[name] is group}
@@ -61,6 +64,12 @@ def screened(
     for record in records:
         record["left_out"] = [members[name].number for name in left_out]
     return left_out, records
+
+
+def _sent(reply: Reply, field: str, buffers: Arrays) -> np.ndarray:
+    if field != BUFFERS:
+        return getattr(reply.up, field)
+    return np.concatenate([np.ravel(reply.buffers[name] - old) for name, old in buffers.items()])
 
 
 def _multiples(norms: Mapping[str, float], steps: Mapping[str, int], past: list[tuple[float, int]]) -> dict[str, float]:
@@ -86,11 +95,13 @@ def _first_norms(earlier: Iterable[Mapping[str, Any]], trip: int, field: str) ->
 
 def _cosines(uploads: list[np.ndarray], norms: list[float]) -> list[float | None]:
     """The cosine of each upload with the sum of the others; None where there is no direction."""
-    total = np.sum([upload.astype(np.float64) for upload in uploads], axis=0)
+    total = np.zeros(uploads[0].shape)
+    for upload in uploads:
+        total += upload
     cosines: list[float | None] = []
     for upload, size in zip(uploads, norms, strict=True):
         others = total - upload
-        scale = size * float(np.linalg.norm(others))
-        small = 1e-12 * size * float(np.linalg.norm(total)) if len(uploads) > 1 else np.inf
-        cosines.append(float(upload.astype(np.float64) @ others) / scale if scale > small else None)
+        length = float(np.linalg.norm(others))
+        alone = length <= 1e-12 * sum(norms) or not size
+        cosines.append(None if alone else float(others @ upload) / (size * length))
     return cosines

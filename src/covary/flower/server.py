@@ -34,6 +34,7 @@ from covary.plan import cohort_size
 from covary.simulate import Run
 
 VISITS = 3  # in vain, before a warm start goes on without a member
+HELD = 1.0  # seconds to wait for the checkpoint, at which `covary status` may be looking
 LOSSES = 3  # losses of a member's state before it is no longer asked
 
 
@@ -46,14 +47,17 @@ def serve(
 ) -> Run:
     """Run the rounds over a grid and return what `simulate` would: for a ServerApp of your own, or for tests."""
     folder = Path(settings.checkpoint)
-    with held(folder):
-        server = Server(WatchedGrid(grid, settings.patience), algorithm, model, settings, evaluate, folder)
+    with held(folder, HELD):
         with ending(folder, settings.rounds) as end:
+            server = Server(WatchedGrid(grid, settings.patience), algorithm, model, settings, evaluate, folder)
             run = server.run()
+            told = server.record.not_counted()
             if run.diverged is not None:
-                end("stopped", f"{algorithm} left the finite numbers in round {run.diverged}. Try a smaller eta_l.")
+                why = f"{algorithm} left the finite numbers in round {run.diverged}. Try a smaller eta_l."
+                end("stopped", f"{why} {told}".strip())
             else:
-                end("reached", "" if run.reached is None else f"The target {settings.target} is met.")
+                why = "" if run.reached is None else f"The target {settings.target} is met."
+                end("reached", f"{why} {told}".strip())
         console.print(f"covary: {outcome(folder)}")
         return run
 
@@ -158,8 +162,9 @@ class Server:
                 if time.monotonic() - since > s.patience:
                     raise CovaryError(
                         f"No round could be finished for {s.patience:g} s; the last was round {ledger.round}. The log "
-                        "above has what each node said: uploads refused for their numbers mean that eta_l is too "
-                        "large. What is counted is on the disk; when the cause is gone, start again with resume=true."
+                        "above has what each node said. Uploads refused for their numbers mean that eta_l is too "
+                        "large; for uploads left out, see screen. What is counted is on the disk: when the cause is "
+                        "gone, start again with resume=true."
                     )
                 time.sleep(min(1.0, s.patience / 10))
         server = self.server
@@ -278,14 +283,15 @@ class Server:
         """Take out the uploads that are too large beside the others, and note what all of them were like."""
         ledger = self.ledger
         bound = None if self.algorithm.lockstep else self.settings.screen
-        left_out, records = screened(trip, replies, ledger.members, self.record.uploads(ledger.epoch), bound)
+        earlier = self.record.uploads(ledger.epoch)
+        left_out, records = screened(trip, replies, ledger.members, self.buffers, earlier, bound)
         row["uploads"] = row["uploads"] + records
         row["left_out"] += len(left_out)
         for name, multiple in left_out.items():
             del replies[name]
             console.print(
                 f"{name} is left out: its upload has {multiple:.3g} times the median norm, and screen is "
-                f"{self.settings.screen:g}. If it is honest, resume with a larger screen, or with 0 for none."
+                f"{self.settings.screen:g}. If it is honest, resume with a larger screen."
             )
 
     def _ask(
@@ -319,6 +325,8 @@ class Server:
             raise CovaryError(f"its token is {str(answer.get('token'))[:40]!r}, which it was not given")
         up = type(like)(**vectors_of(message, "up", like._asdict(), self.settings.largest))
         buffers = vectors_of(message, "buffers", self.buffers, self.settings.largest)
+        if any(name.endswith("running_var") and (array < 0).any() for name, array in buffers.items()):
+            raise CovaryError("it has a variance below zero")
         drift = answer.get("drift")
         return Reply(order.token, up, buffers, drift if isinstance(drift, float) else math.nan)
 

@@ -47,8 +47,10 @@ class Settings:
         whole("seed", self.seed, 0, most=2**32 - 1)
         for name in ("round_timeout", "patience", "largest"):
             positive(name, getattr(self, name))
-        if self.screen is not None:
-            positive("screen", self.screen)
+        if self.screen is not None and not self.screen > 1:
+            raise refused("screen", "a number above 1, or None", self.screen, "Try 5, the default.")
+        if self.largest > 1e100:
+            raise refused("largest", "at most 1e100", self.largest, "Try 1e6, the default.")
         if self.forget_after is not None:
             whole("forget_after", self.forget_after, 1)
         if self.weights not in ("uniform", "examples"):
@@ -57,8 +59,8 @@ class Settings:
         if self.local_steps is not None and self.local_epochs is not None:
             came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
             raise CovaryError(f"{came} exclude each other. Give one of them.")
-        if self.target is not None:
-            goal(self.target)
+        if self.target is not None and goal(self.target)[0] == "drift":
+            raise refused("target", "a loss or a metric", self.target, "Any one node can claim any drift.")
         for name in ("warm_start", "resume"):
             if not isinstance(getattr(self, name), bool):
                 raise refused(

@@ -44,15 +44,11 @@ class StateFolder:
             raise NotCovarys(f"{job!r} is not the name of a job")
         with self._counts() as counts:
             counts["orders"] += 1
+            _within("most_orders", counts["orders"], self.limits.most_orders)
             if job is not None and job not in counts["jobs"]:
                 counts["jobs"].append(job)
+                _within("most_jobs", len(counts["jobs"]), self.limits.most_jobs)
                 self._prune()
-            for name in ("orders", "jobs"):
-                came = counts[name] if name == "orders" else len(counts[name])
-                most = getattr(self.limits, f"most_{name}")
-                if came > most:
-                    fix = f"Raise most_{name} to go on."
-                    raise BeyondLimit(f"most_{name}", f"{most:,}", f"{came:,}", fix)
 
     def ready(self) -> None:
         """Refuse a folder that cannot be written to, before the first order."""
@@ -98,6 +94,11 @@ class StateFolder:
             journal = folder / "journal"
             if JOB.fullmatch(folder.name) and journal.is_file() and journal.stat().st_mtime < oldest:
                 shutil.rmtree(folder)
+
+
+def _within(limit: str, came: int, most: int) -> None:
+    if came > most:
+        raise BeyondLimit(limit, f"{most:,}", f"{came:,}", f"Raise {limit} to go on.")
 
 
 def state_folder(state: str | Path | None, config: Any, limits: Limits) -> StateFolder:

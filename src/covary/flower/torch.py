@@ -327,9 +327,7 @@ class Loader:
         return self.size  # the node's own choice, not the server's
 
     def batches(self, K: int, task: Task) -> Iterator[Any]:
-        for part in (self.data, getattr(self.data, "sampler", None)):  # generators of their own follow the order too
-            if isinstance(own := getattr(part, "generator", None), torch.Generator):
-                own.manual_seed(seed_of(task))
+        reseed(self.data, seed_of(task))
         taken = 0
         while taken < K:
             before = taken
@@ -364,6 +362,23 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(ours)
             np.random.set_state(numpys)
+
+
+def reseed(loader: Any, seed: int) -> None:
+    """Seed the generators that a loader, its data set and its samplers hold for themselves."""
+    parts, seen = [loader], []
+    while parts:
+        part = parts.pop()
+        seen.append(part)
+        held = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        parts += [each for each in held if each is not None and not any(each is other for other in seen)]
+        for own in vars(part).values() if hasattr(part, "__dict__") else ():
+            if isinstance(own, torch.Generator):
+                own.manual_seed(seed)
+            elif isinstance(own, random.Random):
+                own.seed(seed)
+            elif isinstance(own, np.random.Generator):
+                own.bit_generator.state = type(own.bit_generator)(seed).state
 
 
 def _is_batch(data: Any) -> bool:
