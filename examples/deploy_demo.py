@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from covary.durable import File
 from covary.flower import audit, outcome
 from covary.flower.local import Federation, connection
 from covary.flower.template import write_app
+from covary.runs.files import File
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 NODES = ("hospital-a", "hospital-b", "hospital-c")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import covary as cv
-from covary.checkpoint import CheckpointWarning
+from covary._engine.checkpoint import CheckpointWarning
 from covary.cli import app
 
 COUNT = int(os.environ.get("COVARY_CONFIGURATIONS", "300"))

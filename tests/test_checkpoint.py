@@ -18,10 +18,10 @@ from helpers import ROOT
 from killed import EVERY, outcome, problem
 
 import covary as cv
-from covary.checkpoint import CheckpointWarning
-from covary.durable import Damaged, File
-from covary.engine import BrokenInvariant
-from covary.interrupt import Interrupted
+from covary._engine.checkpoint import CheckpointWarning
+from covary._engine.engine import BrokenInvariant
+from covary.runs.files import Damaged, File
+from covary.runs.interrupt import Interrupted
 
 KILLS = int(os.environ.get("COVARY_KILLS", "8"))
 SETTINGS = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5}
@@ -343,7 +343,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_elsewhere(tmp_path):
 
 def test_a_corrupted_control_stops_the_run(tmp_path, monkeypatch):
     """The check fires: one client's c_i is changed between two calls."""
-    from covary.engine import OnDevices
+    from covary._engine.engine import OnDevices
 
     honest = OnDevices.restore
 

@@ -18,9 +18,9 @@ from helpers import ROOT, random_quadratics, small_logistic
 
 import covary as cv
 from conftest import MODES
-from covary import devices, store, tune
-from covary.plan import Plan
-from covary.rounds import compiled, compiled_sample
+from covary._engine import devices, store
+from covary._engine.plan import Plan
+from covary._engine.rounds import compiled, compiled_sample
 
 SIZES = [12, 8, 9, 15, 7, 11, 10]
 TRAINING = {"clients_per_round": 5, "local_steps": 4, "batch_size": 4}
@@ -121,7 +121,7 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch):
         losses = []
         for at_once, count in ((10**6, 1), (10, 1), (10, 3)):
             compiled.cache_clear()  # the number is no part of a program's name
-            monkeypatch.setattr("covary.evaluate.EVALUATED_AT_ONCE", at_once)
+            monkeypatch.setattr("covary._engine.evaluate.EVALUATED_AT_ONCE", at_once)
             run = cv.simulate(cv.fedavg(0.1), problem, 3, **TRAINING, devices=count, weights=weights)
             losses.append(run.history["loss"])
         compiled.cache_clear()
@@ -352,7 +352,7 @@ def test_an_algorithm_may_use_every_operator_and_even_more(change):
     algorithm = dataclasses.replace(algorithm, exchanges=(dataclasses.replace(plain, step=step),))
     blocks = cv.simulate(algorithm, small_logistic(SIZES), 3, **TRAINING)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("covary.blocks.MOST", 0)
+        patch.setattr("covary._engine.vectors.MOST", 0)
         compiled.cache_clear()
         whole = cv.simulate(algorithm, small_logistic(SIZES), 3, **TRAINING)
         compiled.cache_clear()
@@ -415,18 +415,20 @@ def test_bad_engines_are_refused():
 
 
 def test_a_long_round_tries_widths_once_and_remembers(monkeypatch, tmp_path):
-    monkeypatch.setattr(tune, "LONG_ROUND", {"cpu": 0.0})
-    monkeypatch.setattr(tune, "_TRIED", {})
-    monkeypatch.setattr(tune, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(place, "LONG_ROUND", {"cpu": 0.0})
+    monkeypatch.setattr(place, "_TRIED", {})
+    monkeypatch.setattr(place, "cache_folder", lambda: tmp_path)
     tried = []
-    real = tune._time
-    monkeypatch.setattr(tune, "_time", lambda program, width, *rest: tried.append(width) or real(program, width, *rest))
+    real = place._time
+    monkeypatch.setattr(
+        place, "_time", lambda program, width, *rest: tried.append(width) or real(program, width, *rest)
+    )
     problem = small_logistic([9] * 12)
     first = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
     assert tried == [1, 4, 12]
     (chosen,) = json.loads((tmp_path / "widths.json").read_text()).values()
     assert chosen in tried
-    monkeypatch.setattr(tune, "_TRIED", {})
+    monkeypatch.setattr(place, "_TRIED", {})
     second = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
     assert tried == [1, 4, 12]
     np.testing.assert_array_equal(first.x, second.x)

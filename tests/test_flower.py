@@ -200,13 +200,13 @@ def test_buffers_are_averaged_and_frozen_parameters_stay_at_home(tmp_path):
     start = batch_norm_network()
     run = deploy(tmp_path, LoopbackGrid(torch_apps(tmp_path, data, batch_norm_network)), cv.scaffold(0.1), 1, start)
     assert len(run.x) == 2 * D + 3 * D + 3  # the norm's scale and shift, and the last layer
-    from covary.durable import File
+    from covary.runs.files import File
 
     arrays, _ = File(tmp_path / "server" / "ledger").read()
     assert sorted(n for n in arrays if n.startswith("buffers.")) == ["buffers.0.running_mean", "buffers.0.running_var"]
     own = []
     for i, (x, _) in enumerate(data):  # by hand: three batches of four, in the order that covary draws
-        from covary.cohort import order_of_epoch
+        from covary._engine.cohort import order_of_epoch
 
         norm, order = batch_norm_network()[0], order_of_epoch(0, 1, 1, i, 0, 12)
         for k in range(3):

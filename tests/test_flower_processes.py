@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from covary.durable import File
 from covary.flower import audit, outcome
 from covary.flower.local import Federation, make_certificates, make_key
 from covary.flower.template import write_app
+from covary.runs.files import File
 
 pytestmark = pytest.mark.nightly
 

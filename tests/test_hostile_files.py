@@ -17,12 +17,12 @@ from killed import problem
 from typer.testing import CliRunner
 
 import covary as cv
-from covary.checkpoint import CheckpointWarning
+from covary._engine.checkpoint import CheckpointWarning
 from covary.cli import app
 from covary.data.idx import read_idx
-from covary.durable import File
 from covary.experiments import digits
-from covary.report.folder import RunFolder
+from covary.runs.files import File
+from covary.runs.folder import RunFolder
 
 SETTINGS = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5, "checkpoint_every": 3}
 MUCH = 2**26  # bytes

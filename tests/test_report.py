@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import covary as cv
 from covary.cli import app
 from covary.errors import CovaryError
-from covary.report.folder import RunFolder
 from covary.report.page import page, write_page
-from covary.report.runs import read
 from covary.report.serve import server
+from covary.runs.folder import RunFolder
+from covary.runs.story import read
 
 ROUNDS = 15
 

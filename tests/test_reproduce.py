@@ -11,7 +11,7 @@ from covary.cli import app
 from covary.errors import CovaryError
 from covary.experiments import common, reproduce, table4
 from covary.experiments.common import Cell, Setting
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 
 def reproduced(name, tmp_path):

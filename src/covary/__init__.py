@@ -1,11 +1,11 @@
 """covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
 
 from covary import models, theory, trackers
+from covary._engine.devices import configure
 from covary.algorithm import Algorithm, Exchange
 from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
 from covary.data import datasets, partition
 from covary.data.federated import FederatedData
-from covary.devices import configure
 from covary.errors import CovaryError, DivergenceWarning
 from covary.problem import Problem, lower_bound, quadratics, supervised
 from covary.report.page import write_report

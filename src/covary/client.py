@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from covary._engine.vectors import squared_norm
 from covary.algorithm import Exchange, Gradient
-from covary.blocks import squared_norm
 
 Guard = Callable[[Any, int], Any]
 """(vector, which) -> what may leave the client in its place, clipped and with noise, say. Which: 0 for a change of the

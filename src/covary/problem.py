@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from covary._engine.devices import Place, lay_out, memory
 from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
-from covary.devices import Place, lay_out, memory
 from covary.errors import CovaryError, refused
 
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_lag", "bytes_up", "bytes_down")

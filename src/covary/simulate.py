@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from covary._engine.checkpoint import description, drive, opened, sizes
+from covary._engine.engine import History, OnDevices, OutsideDevices
+from covary._engine.job import direction, prepare
 from covary.algorithm import Algorithm
-from covary.checkpoint import description, drive, opened, sizes
 from covary.checks import whole
-from covary.durable import held
-from covary.engine import History, OnDevices, OutsideDevices
 from covary.errors import DivergenceWarning, refused
-from covary.job import direction, prepare
 from covary.problem import Problem
+from covary.runs.files import held
 
 
 @dataclass(frozen=True)

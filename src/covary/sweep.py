@@ -12,17 +12,17 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from covary._engine.checkpoint import description, drive, opened, sizes, state_arrays, state_from
+from covary._engine.devices import AXIS, lay_out, memory, to_host
+from covary._engine.engine import Pace, SavedClients, Watch, rows_of
+from covary._engine.job import Job, direction, initial, prepare, traffic
+from covary._engine.program import State
+from covary._engine.rounds import compiled_sweep, compiled_warm_start
 from covary.algorithm import Algorithm
-from covary.checkpoint import description, drive, opened, sizes, state_arrays, state_from
 from covary.checks import flag, whole
-from covary.devices import AXIS, lay_out, memory, to_host
-from covary.durable import Damaged
-from covary.engine import Pace, SavedClients, Watch, rows_of
 from covary.errors import CovaryError, refused
-from covary.job import Job, direction, initial, prepare, traffic
 from covary.problem import Problem
-from covary.program import State
-from covary.rounds import compiled_sweep, compiled_warm_start
+from covary.runs.files import Damaged
 from covary.trackers import Tracker
 
 LAP = 25  # rounds between two looks at a race: fixed, so that its result does not depend on the machine's speed

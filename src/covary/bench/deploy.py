@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 NODES = 2
 TASK = """

@@ -11,7 +11,7 @@ import typer
 from covary.cli.common import Json, Out, Quiet
 from covary.cli.terminal import Terminal
 from covary.errors import refused
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 PARTS = ("rounds", "sweep", "cnn", "first", "growth", "deploy")
 

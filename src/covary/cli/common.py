@@ -16,7 +16,7 @@ from covary.algorithm import Algorithm
 from covary.cli.problems import Divided
 from covary.cli.terminal import Terminal, open_in_browser
 from covary.errors import CovaryError, refused
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "sgd": algorithms.sgd,

@@ -13,7 +13,7 @@ from covary.checks import whole
 from covary.cli import common
 from covary.cli.terminal import Terminal, best
 from covary.errors import refused
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 
 def compare(
@@ -40,7 +40,7 @@ def compare(
     from covary.experiments.digits import SETTINGS, SIMILARITIES, digits_problem
     from covary.experiments.digits import compare as cells
     from covary.experiments.folder import held_cells, keep_cell
-    from covary.report.runs import clients_of
+    from covary.runs.story import clients_of
 
     terminal = Terminal(as_json, quiet)
     if not 0 < target <= 1:

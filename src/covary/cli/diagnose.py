@@ -11,7 +11,7 @@ import typer
 from covary.cli import common, problems
 from covary.cli.terminal import Terminal
 from covary.errors import CovaryError, refused
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 FULL = (1, 2, 5, 12, 25, 50, 100, 200)
 

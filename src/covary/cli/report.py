@@ -10,8 +10,8 @@ import typer
 from covary.checks import whole
 from covary.cli.common import REPORT, Json, Open, Quiet
 from covary.cli.terminal import Terminal, open_in_browser
-from covary.durable import replace
 from covary.errors import CovaryError, refused
+from covary.runs.files import replace
 
 
 def report(

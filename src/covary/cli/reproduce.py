@@ -13,7 +13,7 @@ from covary.checks import whole
 from covary.cli import common
 from covary.cli.terminal import Terminal, best
 from covary.errors import refused
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 
 def reproduce(

@@ -29,10 +29,10 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from covary.checkpoint import CheckpointWarning
+from covary._engine.checkpoint import CheckpointWarning
 from covary.errors import DivergenceWarning
 from covary.problem import ENGINE_COLUMNS
-from covary.report.folder import plain
+from covary.runs.folder import plain
 from covary.trackers import TrackerWarning
 
 OURS = (DivergenceWarning, CheckpointWarning, TrackerWarning)

@@ -18,7 +18,7 @@ from covary.cli import common, problems
 from covary.cli.common import factory_of
 from covary.cli.terminal import Bar, Lines, Terminal, best, told
 from covary.errors import CovaryError, refused
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 from covary.sweep import Sweep
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from covary._engine.devices import memory
+from covary._engine.store import RowFile
 from covary.data.federated import FederatedData
-from covary.devices import memory
-from covary.durable import content_of
 from covary.errors import CovaryError, refused
-from covary.store import RowFile
+from covary.runs.files import content_of
 
 FORMAT = 1
 PASS = 16_384  # examples read at a time in a pass over everything

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from covary.checks import path as checked_path
-from covary.durable import content_of
 from covary.errors import CovaryError
+from covary.runs.files import content_of
 
 LARGEST = 2**30  # bytes of a file
 MISSING = frozenset({"", "na", "n/a", "#n/a", "nan", "null", "none", "?"})

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from covary._engine.job import first_met
 from covary.data import datasets, partition
 from covary.experiments.common import ALGORITHMS, Budget, Cell, Log, Setting, attempt, tune
-from covary.job import first_met
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from covary.errors import CovaryError
 from covary.experiments.common import Cell, Setting
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 
 def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Setting]:

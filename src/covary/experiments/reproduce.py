@@ -19,7 +19,7 @@ from covary.errors import CovaryError
 from covary.experiments import fig3, table3, table4, table5
 from covary.experiments.common import Budget, Claim, Log, load_emnist, measure
 from covary.experiments.folder import cell_from, held_cells, keep_cell
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 TABLES = {"table3": table3, "table4": table4, "table5": table5}
 EXPERIMENTS = ("fig3", *TABLES)

@@ -16,13 +16,15 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from covary import algorithms
+from covary._engine.cohort import work_of_client
+from covary._engine.devices import Place
+from covary._engine.evaluate import measure
+from covary._engine.plan import Layout, Plan, batches_of, make_plan
+from covary._engine.program import Program, Target, World
 from covary.algorithm import Algorithm, Exchange, rebuild
 from covary.checks import flag, non_negative, positive, whole
 from covary.client import Guard
-from covary.cohort import work_of_client
-from covary.devices import Place
 from covary.errors import refused
-from covary.evaluate import measure
 from covary.flower.journal import Order
 from covary.flower.limits import Limits, smallest_batch_of
 from covary.flower.refusals import (
@@ -36,9 +38,7 @@ from covary.flower.refusals import (
 )
 from covary.flower.state import StateFolder, state_folder
 from covary.flower.wire import bytes_of, facts_of, pack, vectors_of
-from covary.plan import Layout, Plan, batches_of, make_plan
 from covary.problem import Problem
-from covary.program import Program, Target, World
 
 FACTORIES = tuple(getattr(algorithms, name) for name in algorithms.__all__)
 FULL_BATCH = {"local_steps": None, "local_epochs": None, "batch_size": None}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from covary.durable import File, content_of, replace
 from covary.errors import CovaryError
+from covary.runs.files import File, content_of, replace
 
 NAME = "outcome.json"
 

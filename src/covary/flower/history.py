@@ -13,7 +13,7 @@ import numpy as np
 from covary.flower.journal import Ledger
 from covary.flower.post import console
 from covary.flower.settings import Settings, goal
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 NESTED = ("uploads", "by_node")  # what was seen of single nodes
 NOT_MEASURED = (

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from covary.durable import Content
 from covary.errors import CovaryError
 from covary.flower.refusals import NotFinite, SharedState, Stale, StateLost
+from covary.runs.files import Content
 
 Arrays = dict[str, np.ndarray]
 FORMAT = 1
@@ -29,7 +29,7 @@ PASSING = "node-"  # how a name begins that does not outlive a restart, as witho
 
 
 class Disk(Protocol):
-    """Where a journal is kept: `covary.durable.File`, or memory in tests."""
+    """Where a journal is kept: `covary.runs.files.File`, or memory in tests."""
 
     def read(self) -> Content | None: ...
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from covary.durable import File
 from covary.errors import CovaryError, refused
 from covary.flower.client import form_of_params
+from covary.runs.files import File
 
 
 def load_model(model: Any, checkpoint: str | Path) -> Any:

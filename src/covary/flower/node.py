@@ -36,8 +36,8 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from flwr.supercore.error import ApiErrorCode
 
-from covary.durable import held
 from covary.errors import CovaryError, refused
+from covary.runs.files import held
 
 AHEAD, BEHIND = float(SYSTEM_TIME_TOLERANCE), float(TIMESTAMP_TOLERANCE)  # seconds that Flower tolerates a clock to be
 WARN = 2.0

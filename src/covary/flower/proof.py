@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from covary.durable import File
 from covary.errors import CovaryError, refused
 from covary.flower.journal import ClientJournal, Ledger, readable
 from covary.flower.journal import norm as norm_of
 from covary.flower.refusals import StateLost
+from covary.runs.files import File
 
 
 @dataclass(frozen=True)

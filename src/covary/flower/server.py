@@ -14,10 +14,10 @@ import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from covary._engine.cohort import sample
+from covary._engine.plan import cohort_size
 from covary.algorithm import Algorithm, Exchange
 from covary.checks import whole
-from covary.cohort import sample
-from covary.durable import File, held
 from covary.errors import CovaryError, DivergenceWarning, refused
 from covary.flower.ending import ending, outcome
 from covary.flower.history import Record, columns, is_metric
@@ -30,7 +30,7 @@ from covary.flower.settings import Settings
 from covary.flower.start import spec_of, start_of
 from covary.flower.watch import WatchedGrid
 from covary.flower.wire import FACTS, bytes_of, nbytes, pack, vectors_of
-from covary.plan import cohort_size
+from covary.runs.files import File, held
 from covary.simulate import Run
 
 VISITS = 3  # in vain, before a warm start goes on without a member

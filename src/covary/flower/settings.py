@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from covary._engine.job import direction
+from covary._engine.plan import batches_of
 from covary.checks import positive, whole
 from covary.errors import CovaryError, refused
-from covary.job import direction
-from covary.plan import batches_of
 
 
 @dataclass(frozen=True)

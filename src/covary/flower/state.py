@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from covary.durable import Damaged, File, held
 from covary.flower.journal import ClientJournal, Order
 from covary.flower.limits import Limits
 from covary.flower.refusals import BeyondLimit, NoState, NotCovarys
+from covary.runs.files import Damaged, File, held
 
 BUSY = 600.0  # seconds to wait for a process that still works on an earlier order
 DAY = 86_400.0

@@ -16,14 +16,14 @@ import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
+from covary._engine.cohort import order_of_epoch
+from covary._engine.plan import batches_of
 from covary.algorithm import Algorithm, Gradient
 from covary.checks import whole
 from covary.client import Guard, client_loop
-from covary.cohort import order_of_epoch
 from covary.errors import refused
 from covary.flower.client import FACTORIES, Node, Privacy, Task, build_app, checked_privacy
 from covary.flower.limits import Limits, smallest_batch_of
-from covary.plan import batches_of
 
 AT_ONCE = 4096  # examples in one go, where the batch does not matter
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from covary.checks import path as checked_path
-from covary.durable import replace
 from covary.errors import refused
-from covary.report.runs import Line, NoReport, Story, read
 from covary.report.sections import claims, clients, configuration, diagnosis, measured, table, targets
+from covary.runs.files import replace
+from covary.runs.story import Line, NoReport, Story, read
 from covary.simulate import Run
 
 MOST_POINTS = 1500  # of a curve
@@ -42,7 +42,7 @@ def write_page(folders: Sequence[Path], path: Path, target: float | None = None)
     """Write the report of one or several run folders to a file.
 
     >>> import tempfile
-    >>> from covary.report.folder import RunFolder
+    >>> from covary.runs.folder import RunFolder
     >>> with tempfile.TemporaryDirectory() as parent:
     ...     folder = RunFolder.create("run-sgd", parent)
     ...     folder.settle({"command": "run", "algorithm": "sgd", "target": None})

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from covary.job import direction
-from covary.report.runs import Cell, Grid, Line, Row, Story
+from covary._engine.job import direction
+from covary.runs.story import Cell, Grid, Line, Row, Story
 
 
 def measured(line: Line, metric: str) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from covary._engine.job import goal_of
+from covary._engine.plan import batches_of, cohort_size
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import CovaryError, DivergenceWarning, refused
-from covary.job import goal_of
-from covary.plan import batches_of, cohort_size
 from covary.problem import Problem
 from covary.simulate import simulate
 from covary.theory import rates

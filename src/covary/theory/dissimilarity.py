@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from covary._engine.devices import memory
+from covary._engine.plan import batches_of
 from covary.algorithm import Algorithm
 from covary.checks import whole
-from covary.devices import memory
 from covary.errors import CovaryError, refused
-from covary.plan import batches_of
 from covary.problem import Problem
 from covary.simulate import simulate
 from covary.theory.estimate import Estimate, mean_error, refuse_nan

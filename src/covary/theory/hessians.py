@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.devices import memory
 from covary.checks import whole
-from covary.devices import memory
 from covary.errors import CovaryError
 from covary.problem import Problem
 from covary.theory.estimate import Estimate, refuse_nan

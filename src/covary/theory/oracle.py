@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.cohort import loss_at
 from covary.checks import whole
-from covary.cohort import loss_at
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from covary import algorithms
+from covary._engine.job import direction
 from covary.algorithm import Algorithm
-from covary.job import direction
 from covary.problem import Problem
 from covary.sweep import RATIO, Sweep, half_decade, sweep
 

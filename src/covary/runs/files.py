@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from covary.devices import memory
+from covary._engine.devices import memory
 from covary.errors import CovaryError
 
 Content = tuple[dict[str, np.ndarray], dict[str, Any]]

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.devices import AXIS
+from covary._engine.program import Program, World
+from covary._engine.vectors import Form
 from covary.algorithm import Exchange
-from covary.blocks import Form
 from covary.client import Guard, client_work
-from covary.devices import AXIS
-from covary.program import Program, World
 
 
 def sample(key: Any, N: int, S: int) -> Any:

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from covary._engine.program import State
 from covary.algorithm import Algorithm, Exchange
-from covary.durable import Damaged, File, held
 from covary.errors import CovaryError, refused
-from covary.interrupt import interruptions
 from covary.problem import Problem
-from covary.program import State
+from covary.runs.files import Damaged, File, held
+from covary.runs.interrupt import interruptions
 
 FORMAT = 1
 KEPT = 2

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary.durable import content_of, refuse_links, replace
 from covary.errors import CovaryError, refused
+from covary.runs.files import content_of, refuse_links, replace
 
 BLOCK = 1024  # clients read at a time when all are
 OWNER = "run"  # the file of a store's folder that names the run with checkpoints whose states these are

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from covary.devices import Place
-from covary.plan import Layout, Plan
+from covary._engine.devices import Place
+from covary._engine.plan import Layout, Plan
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.devices import Place, available, cache_folder, lay_out, memory
+from covary._engine.plan import Layout
+from covary._engine.program import Program, State, Target, World
+from covary._engine.rounds import compiled_round
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.data.federated import FederatedData
-from covary.devices import Place, available, cache_folder, lay_out, memory
-from covary.plan import Layout
-from covary.program import Program, State, Target, World
-from covary.rounds import compiled_round
 
 # Floating-point operations below which a CPU is busy with the machinery around them: of a round, for several devices to
 # pay; of a local step, for clients one by one to pay.

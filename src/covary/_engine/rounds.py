@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from covary._engine.cohort import exchange_all, put, sample, take
+from covary._engine.devices import AXIS, sharded
+from covary._engine.evaluate import control_error, control_lag, evaluate
+from covary._engine.plan import Plan
+from covary._engine.program import Program, Records, Rounds, State, World
 from covary.algorithm import Algorithm, rebuild
-from covary.cohort import exchange_all, put, sample, take
-from covary.devices import AXIS, sharded
-from covary.evaluate import control_error, control_lag, evaluate
-from covary.plan import Plan
-from covary.program import Program, Records, Rounds, State, World
 
 
 @functools.lru_cache(maxsize=64)

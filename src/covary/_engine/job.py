@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from covary._engine.devices import AXIS, Place, lay_out, memory
+from covary._engine.place import tuned
+from covary._engine.plan import Layout, Plan, make_plan
+from covary._engine.program import Program, State, Target, World
+from covary._engine.store import OWNER
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.data.folder import StreamedData
-from covary.devices import AXIS, Place, lay_out, memory
 from covary.errors import CovaryError, refused
-from covary.plan import Layout, Plan, make_plan
 from covary.problem import Problem
-from covary.program import Program, State, Target, World
-from covary.store import OWNER
-from covary.tune import tuned
 
 CHUNK = 100  # most rounds between two looks from the host
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from covary.durable import content_of, held, refuse_links, replace
 from covary.errors import CovaryError
+from covary.runs.files import content_of, held, refuse_links, replace
 
 LARGEST = 2**30  # bytes of results that are read
 

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from covary._engine.cohort import loss_at, where
+from covary._engine.devices import AXIS, lay_out
+from covary._engine.program import Program, State, World
+from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start
 from covary.algorithm import Algorithm
-from covary.cohort import loss_at, where
 from covary.data.federated import FederatedData
 from covary.data.folder import StreamedData
-from covary.devices import AXIS, lay_out
-from covary.program import Program, State, World
-from covary.rounds import compiled_round, compiled_sample, compiled_warm_start
 
 AHEAD = 64  # rounds whose cohorts are drawn in one go
 

@@ -14,19 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from covary._engine.checkpoint import state_arrays, state_from
+from covary._engine.devices import AXIS, agreed, lay_out, to_host
+from covary._engine.job import CHUNK, Job, initial, traffic
+from covary._engine.plan import Plan
+from covary._engine.program import State
+from covary._engine.rounds import compiled, compiled_warm_start
+from covary._engine.store import DiskStore, HostStore, mean_control
+from covary._engine.stream import Span, Stream, streamed_loss
 from covary.algorithm import Algorithm
-from covary.checkpoint import state_arrays, state_from
 from covary.data.folder import StreamedData
-from covary.devices import AXIS, agreed, lay_out, to_host
-from covary.durable import Damaged
 from covary.errors import CovaryError
-from covary.job import CHUNK, Job, initial, traffic
-from covary.plan import Plan
 from covary.problem import Problem
-from covary.program import State
-from covary.rounds import compiled, compiled_warm_start
-from covary.store import DiskStore, HostStore, mean_control
-from covary.stream import Span, Stream, streamed_loss
+from covary.runs.files import Damaged
 
 SavedClients = Callable[[list[np.ndarray]], Iterator[tuple[np.ndarray, list[np.ndarray]]]]
 """The states in a checkpoint, for a client whose states have the form given: numbers and states, a part at a time."""

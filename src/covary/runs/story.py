@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from covary._engine.job import first_met
 from covary.errors import CovaryError
-from covary.job import first_met
-from covary.report.folder import RunFolder
+from covary.runs.folder import RunFolder
 
 Cell = str | tuple[str, float | None]  # a text, and the number to sort by where there is one
 Row = list[Cell]

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from covary._engine.cohort import loss_at, share, total
+from covary._engine.devices import AXIS
+from covary._engine.program import Program, State, World
 from covary.algorithm import Algorithm
-from covary.cohort import loss_at, share, total
-from covary.devices import AXIS
-from covary.program import Program, State, World
 
 EVALUATED_AT_ONCE = 16_384  # examples of the training data whose loss is computed in one go
 

@@ -1,0 +1,1 @@
+"""The compiled engine (JAX): from a checked request to rounds on devices."""
