@@ -1,7 +1,7 @@
 """covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
 
 from covary import models, theory, trackers
-from covary._engine.devices import configure
+from covary._engine.configure import configure
 from covary.algorithm import Algorithm, Exchange
 from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
 from covary.data import datasets, partition

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 import covary as cv
-from covary._engine.devices import cores
 from covary.bench import peers, torch_rivals
 from covary.bench.workloads import CNN, W1, W2, Workload
+from covary.runs.machine import cores
 
 Say = Callable[[str], None]
 SWEEP = {"eta_l": list(np.logspace(-2, -0.5, 8))}

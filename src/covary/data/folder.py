@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary._engine.devices import memory
 from covary._engine.store import RowFile
 from covary.data.federated import FederatedData
 from covary.errors import CovaryError, refused
+from covary.runs import machine
 from covary.runs.files import content_of
 
 FORMAT = 1
@@ -127,7 +127,7 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
         sizes = _mapped(folder / "sizes.npy")
         examples = _rebuilt(about["form"], folder)
         leaves = jax.tree.leaves(examples)
-        if sizes.nbytes > memory(device=False) / 16:
+        if sizes.nbytes > machine.memory() / 16:
             raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, more than is read")
         sizes = np.array(sizes)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:
@@ -142,7 +142,7 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
             f"{folder} is no data set of covary's: {error}. Write one with covary.FederatedData.write(folder, clients)."
         ) from None
     if stream is None:
-        stream = sum(leaf.nbytes for leaf in leaves) > memory() / 4
+        stream = sum(leaf.nbytes for leaf in leaves) > machine.memory() / 4
     if not stream:
         return FederatedData(examples, sizes)
     files = [RowFile(Path(leaf.filename), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset) for leaf in leaves]
