@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from covary.checks import whole
 from covary.errors import refused
+from covary.runs.machine import cores, device_memory, host_memory
 
 AXIS = "devices"
 
@@ -44,10 +45,6 @@ def configure() -> None:
     if settings.jax_compilation_cache_dir is None and cache_folder() is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
@@ -129,5 +126,4 @@ def available(count: int | None) -> tuple[Any, ...]:
 
 def memory(device: bool = True) -> int:
     """Bytes that a device can hold, or the host where the device does not say or is not meant."""
-    stats = (jax.local_devices()[0].memory_stats() or {}) if device else {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return device_memory() if device else host_memory()

@@ -23,7 +23,7 @@ from covary._engine.rounds import compiled, compiled_warm_start
 from covary._engine.store import DiskStore, HostStore, mean_control
 from covary._engine.stream import Span, Stream, streamed_loss
 from covary.algorithm import Algorithm
-from covary.data.folder import StreamedData
+from covary.data.federated import StreamedData
 from covary.errors import CovaryError
 from covary.problem import Problem
 from covary.runs.files import Damaged

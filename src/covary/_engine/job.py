@@ -19,7 +19,7 @@ from covary._engine.program import Program, State, Target, World
 from covary._engine.store import OWNER
 from covary.algorithm import Algorithm
 from covary.checks import whole
-from covary.data.folder import StreamedData
+from covary.data.federated import StreamedData
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
 

@@ -23,8 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from covary._engine.devices import cores
 from covary.bench.workloads import Workload
+from covary.runs.machine import cores
 
 LEARNING_RATE = 0.1
 
@@ -237,7 +237,7 @@ FLGO_TASK = """
 import torch
 from covary.bench import peers
 from covary.bench.workloads import Workload
-from covary._engine.devices import cores
+from covary.runs.machine import cores
 
 class Client(torch.utils.data.TensorDataset):
     def __getitems__(self, indices):

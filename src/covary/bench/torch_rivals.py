@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.devices import cores
 from covary.bench.workloads import Workload
+from covary.runs.machine import cores
 
 ETA_L = 0.05
 
