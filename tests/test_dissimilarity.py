@@ -265,11 +265,11 @@ def test_envelope_holds_at_every_point_in_both_forms():
     assert all(p.mean_square <= (2 * G**2 + 4 * exact(A)[0] * (p.loss - f_star)) * (1 + 1e-9) for p in points)
 
 
-def test_the_historys_control_lag_is_that_of_the_cohort(every_engine):
+def test_the_historys_control_change_is_that_of_the_cohort(every_engine):
     """With option I, full batches and all clients, the gradient that replaces c_i is the one at x."""
     problem = cv.quadratics(*random_quadratics())
     settings = {"local_steps": 3, "x0": np.ones(5)}
-    lag = cv.simulate(cv.scaffold(eta_l=0.05, option="I"), problem, 6, **settings).history["control_lag"]
+    lag = cv.simulate(cv.scaffold(eta_l=0.05, option="I"), problem, 6, **settings).history["control_change"]
     before = [cv.simulate(cv.scaffold(eta_l=0.05, option="I"), problem, r, **settings) for r in (1, 4)]
     for run, r in zip(before, (1, 4), strict=True):
         assert lag[r] == pytest.approx(cv.theory.control_lag(problem, np.asarray(run.clients.c_i), run.x))
@@ -277,11 +277,11 @@ def test_the_historys_control_lag_is_that_of_the_cohort(every_engine):
     runs = [cv.simulate(cv.scaffold(eta_l=0.05), problem, r, **sampled) for r in (4, 5, 6)]
     for one, two in itertools.pairwise(runs):
         before, after = (np.asarray(run.clients.c_i)[two.history["cohort"][-1]] for run in (one, two))
-        assert two.history["control_lag"][-1] == pytest.approx(((after - before) ** 2).sum(axis=1).mean())
+        assert two.history["control_change"][-1] == pytest.approx(((after - before) ** 2).sum(axis=1).mean())
     A, b = random_quadratics()
     lonely = runs[0].history["cohort"][2].max()
-    assert runs[0].history["control_lag"][2] == pytest.approx(((A[lonely].sum(axis=1) + b[lonely]) ** 2).sum())
-    assert "control_lag" not in cv.simulate(cv.fedavg(0.05), problem, 2, **settings).history
+    assert runs[0].history["control_change"][2] == pytest.approx(((A[lonely].sum(axis=1) + b[lonely]) ** 2).sum())
+    assert "control_change" not in cv.simulate(cv.fedavg(0.05), problem, 2, **settings).history
 
 
 def test_optimum_is_found_and_the_control_lag_vanishes_there():

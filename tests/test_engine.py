@@ -18,7 +18,7 @@ from helpers import ROOT, random_quadratics, small_logistic
 
 import covary as cv
 from conftest import MODES
-from covary._engine import devices, store
+from covary._engine import devices, place, store
 from covary._engine.plan import Plan
 from covary._engine.rounds import compiled, compiled_sample
 

@@ -75,7 +75,7 @@ def test_every_run_has_its_page_which_tells_all_of_it(folders):
     assert "covary run scaffold --eta-l 1.0 --rounds 15 --clients 8 --similarity 0.1" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
     keys = [metric["key"] for metric in data["metrics"]]
-    assert keys == ["accuracy", "loss", "drift", "control_lag", "control_error"]
+    assert keys == ["accuracy", "loss", "drift", "control_change", "control_error"]
     (line,) = data["panels"][0]["lines"]
     records = history(folders[0])
     for key in keys:

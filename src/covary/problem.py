@@ -18,7 +18,7 @@ from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
 from covary.errors import CovaryError, refused
 
-ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_lag", "bytes_up", "bytes_down")
+ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,8 +102,8 @@ def simulate(
             fall to their target, and other metrics to rise to it.
         average: also keep the paper's weighted output: "uniform", or a number q in (0, 1) for the weights
             w_r = (1 - q)^(1 - r); the theorems use q = mu K eta_l eta_g / 2.
-        eval_every: measure loss, metrics, drift, control error and control lag every so many rounds (and in the last);
-            they are NaN in between.
+        eval_every: measure loss, metrics, drift, control error and control change every so many rounds (and in the
+            last); they are NaN in between.
         log: called as `log(round, values)` for each round, in order, while the run goes on; a tracker of
             `covary.trackers` is such a function.
         store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder of your
@@ -118,13 +118,13 @@ def simulate(
             end the run after the rounds under way, saved; a second one ends it at once, with the last checkpoint good.
 
     Returns:
-        A `Run`. Its `history` has one row a round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
-        the paper over the cohort), `control_error` (‖c - mean c_i‖), `control_lag` (the mean of ‖c_i+ - c_i‖² over the
-        cohort: how far its controls were behind those that replace them), `bytes_up` and `bytes_down` (all
-        clients together), and `average_loss` and so on where an average is kept. Rows of `cohort` that a warm start
-        does not fill end in -1. Where reading all N controls would cost more than the round, `control_error` is
-        measured at the end alone. Of streamed data the loss is measured only if it is the target or there is no test
-        set: each time is a pass over everything. With the states on disk, `clients` reads them when it is indexed.
+        A `Run`. Its `history` has one row per round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
+        the paper over the cohort), `control_error` (‖c - mean c_i‖), `control_change` (the mean of ‖c_i+ - c_i‖² over
+        the cohort), `bytes_up` and `bytes_down` (all clients together), and `average_loss` and so on if an average is
+        kept. A row of `cohort` that a warm start does not fill ends in -1. Where reading all N controls costs more
+        than the round, `control_error` is measured in the last round only. The loss of streamed data is measured only
+        if it is the target or there is no test set, because it takes a pass over all data. With the client states on
+        disk, `clients` reads them when it is indexed.
 
     A run that leaves the finite numbers stops, warns with a `DivergenceWarning`, and returns its last good state.
 

@@ -201,7 +201,7 @@ class Engine(ABC):
     def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
         """Go on from what was saved."""
         columns = {name[12:]: arrays[name] for name in sorted(arrays) if name.startswith("history.")}
-        control = ("control_error", "control_lag") if self.algorithm.invariant is not None else ()
+        control = ("control_error", "control_change") if self.algorithm.invariant is not None else ()
         self.history.restore(columns, self.job.plan.cohort, (*self.job.program.evaluated, *control))
         self.put_back(state_from(self.small(), arrays), saved_clients(self.rows(np.arange(1))))
         self.saved = self.done

@@ -42,13 +42,13 @@ def control_error(program: Program, algorithm: Algorithm, state: State, world: W
     return {"control_error": jnp.linalg.norm(c - total(program, p, c_i, None))}
 
 
-def control_lag(program: Program, algorithm: Algorithm, cohort: Any, old: Any, new: Any) -> dict[str, Any]:
+def control_change(program: Program, algorithm: Algorithm, cohort: Any, old: Any, new: Any) -> dict[str, Any]:
     """The mean over the cohort of ‖c_i+ - c_i‖²: how far its controls were behind those that replace them."""
     if algorithm.invariant is None:
         return {}
     before, after = (getattr(rows, algorithm.invariant[1]) for rows in (old, new))
     _, _, weights, real = share(program, cohort, cohort, jnp.full(len(cohort), 1 / len(cohort), after.dtype))
-    return {"control_lag": total(program, weights, jnp.sum((after - before) ** 2, axis=1), real)}
+    return {"control_change": total(program, weights, jnp.sum((after - before) ** 2, axis=1), real)}
 
 
 def measure(program: Program, x: Any, world: World) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from covary._engine.cohort import exchange_all, put, sample, take
 from covary._engine.devices import AXIS, sharded
-from covary._engine.evaluate import control_error, control_lag, evaluate
+from covary._engine.evaluate import control_change, control_error, evaluate
 from covary._engine.plan import Plan
 from covary._engine.program import Program, Records, Rounds, State, World
 from covary.algorithm import Algorithm, rebuild
@@ -86,7 +86,7 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
             after = state._replace(server=server, scale=scale(program, algorithm, state, server, new))
             state = commit(program, state, after, rows, new, cohort, finite(server))
             values = evaluate(program, state, world) | control_error(program, algorithm, state, world)
-            values |= control_lag(program, algorithm, cohort, rows, new)
+            values |= control_change(program, algorithm, cohort, rows, new)
             return state, {**values, "drift": drift}
 
         one_visit = members(one, numbers) if sweep else functools.partial(one, numbers)
@@ -192,7 +192,7 @@ def one_round(
 ) -> tuple[State, Records]:
     """Round r of one run. A run that has reached its target or diverged stays as it is.
 
-    Where it is not measured, its loss, metrics, drift, control error and control lag are NaN.
+    Where it is not measured, its loss, metrics, drift, control error and control change are NaN.
     """
     algorithm = rebuild(program.recipe, numbers)
     key = jax.random.fold_in(key, r)
@@ -214,7 +214,7 @@ def one_round(
         after = after._replace(reached=state.reached | hit)
     state = commit(program, state, after, rows, new, cohort, ok)
     values |= only_if(measured, lambda: control_error(program, algorithm, state, world))
-    values |= only_if(measured, lambda: control_lag(program, algorithm, cohort, rows, new))
+    values |= only_if(measured, lambda: control_change(program, algorithm, cohort, rows, new))
     return state, {**values, "cohort": cohort, "drift": drift}
 
 

@@ -26,16 +26,16 @@ ABOUT = {
     "accuracy": ("Test accuracy", "The share of test examples that the server's model x gets right."),
     "loss": ("Training loss", "f(x), the mean of the clients' losses at the server's model."),
     "drift": ("Client drift", "E_r of the paper: how far the local models y_i move from x within a round, squared."),
-    "control_lag": (
-        "Control lag",
-        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how far controls were behind those that replace them.",
+    "control_change": (
+        "Control change",
+        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how far this round moved its clients' controls.",
     ),
     "control_error": (
         "‖c − mean c_i‖",
         "How far the server's control is from the mean of all clients': rounding, and nothing else.",
     ),
 }
-WORSE_WHEN_LARGE = ("loss", "drift", "control_lag", "control_error")
+WORSE_WHEN_LARGE = ("loss", "drift", "control_change", "control_error")
 
 
 def write_page(folders: Sequence[Path], path: Path, target: float | None = None) -> None:
