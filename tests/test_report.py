@@ -16,8 +16,8 @@ from covary.cli import app
 from covary.errors import CovaryError
 from covary.report.page import page, write_page
 from covary.report.serve import server
+from covary.report.story import read
 from covary.runs.folder import RunFolder
-from covary.runs.story import read
 
 ROUNDS = 15
 
