@@ -39,7 +39,7 @@ def outcome(kind: str, folder: str | None) -> dict[str, np.ndarray]:
 def compared(folder: str) -> str:
     """The command as a user gives it, with one column of its table; all it finds, but for the seconds it took."""
     digits.SIMILARITIES = (0.0,)
-    digits.SETTINGS = [setting for setting in digits.SETTINGS if setting.similarity == 0.0]
+    digits.CASES = [case for case in digits.CASES if case.similarity == 0.0]
     done = CliRunner().invoke(app, ["compare", "--rounds", "30", "--seeds", "2", "--checkpoint", folder])
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]

@@ -245,7 +245,7 @@ def test_streamed_data_gives_the_same_run(folder, mode):
 
 def test_the_loss_of_streamed_data_is_a_pass_over_it(folder, monkeypatch):
     path, memory = folder
-    monkeypatch.setattr("covary.data.folder.PASS", 10)
+    monkeypatch.setattr("covary.data.federated.PASS", 10)
     model = cv.models.logistic_regression(3, 3)
     streamed, inside = (cv.supervised(model, data) for data in (cv.FederatedData.open(path, stream=True), memory))
     for settings in ({"eval_every": 3}, {"target": ("loss", 0.8)}, {"target": ("loss", 0.8), "eval_every": 4}):

@@ -16,8 +16,8 @@ from covary.cli import app
 from covary.errors import CovaryError
 from covary.report.page import page, write_page
 from covary.report.serve import server
+from covary.report.story import read
 from covary.runs.folder import RunFolder
-from covary.runs.story import read
 
 ROUNDS = 15
 
@@ -238,6 +238,40 @@ def test_damaged_facts_are_refused(folders, tmp_path, clients):
     folder.describe(clients=clients)
     with pytest.raises(CovaryError, match="is not what covary writes"):
         page([folder.path])
+
+
+OUTCOME = {
+    "kind": "outcome",
+    "header": ["algorithm", "rounds"],
+    "rows": [["sgd", "9"]],
+    "claims": [{"text": "It holds.", "holds": True, "evidence": "9"}],
+    "note": "",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": [["sgd"]]},
+        {"rows": 5},
+        {"header": None},
+        {"claims": [{"text": "It holds."}]},
+        {"claims": [{"text": "It holds.", "holds": "yes", "evidence": ""}]},
+        {"kind": "cell", "name": "sgd", "eta_l": 10**400, "seconds": 1, "accuracy": [1], "rounds": [1]},
+        {"kind": "cell", "name": "sgd", "eta_l": 1, "seconds": 1, "accuracy": [], "rounds": [1]},
+        {"kind": "curve", "name": "sgd", "panel": "G = 1", "f": [[]]},
+    ],
+)
+def test_damaged_records_of_an_experiment_are_refused(change, tmp_path):
+    for name, own in (("whole", {}), ("damaged", change)):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        folder.settle({"command": "reproduce", "experiment": "table3"})
+        folder.append({"kind": "header", "title": "Table 3", "data": "digits"})
+        folder.append(OUTCOME | own)
+    assert "holds</span>: It holds." in page([tmp_path / "whole"])
+    with pytest.raises(CovaryError, match="is not what covary writes"):
+        page([tmp_path / "damaged"])
 
 
 @needs_browser

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from covary.cli import app
 from covary.errors import CovaryError
 from covary.experiments import common, reproduce, table4
-from covary.experiments.common import Cell, Setting
+from covary.experiments.common import Case, Cell
+from covary.report.story import read
 from covary.runs.folder import RunFolder
 
 
@@ -20,7 +21,12 @@ def reproduced(name, tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     for suffix in (".md", ".json", ".png"):
         assert (folder / f"{name}{suffix}").stat().st_size > 0
-    return reproduce.outcome(RunFolder(folder))
+    found = reproduce.outcome(RunFolder(folder))
+    (story,) = read(folder)  # what the report knows without the experiment
+    assert story.title == found.header["title"]
+    assert story.claims == found.claims
+    assert [[cell[0] for cell in row] for row in story.tables[0].rows] == found.table[1]
+    return found
 
 
 def verdicts(outcome):
@@ -59,7 +65,7 @@ def test_table5_quick(tmp_path):
 def cells(rounds):
     for (algorithm, similarity), numbers in rounds.items():
         for fraction, number in zip(table4.FRACTIONS, numbers, strict=True):
-            yield Cell(Setting(algorithm, similarity, 5, fraction), 0.1, [number], [0.5], [], 1.0)
+            yield Cell(Case(algorithm, similarity, 5, fraction), 0.1, [number], [0.5], [], 1.0)
 
 
 def test_the_papers_own_numbers_satisfy_its_claims():
@@ -82,12 +88,12 @@ def test_a_best_step_size_at_the_end_of_the_grid_is_not_trusted(monkeypatch):
                 {"eta_l": e, "reached": round(100 * (1 + abs(np.log10(e) - 1))), "best_accuracy": 0.5} for e in grid
             ]
 
-    def attempt(setting, problem, budget, grid, rounds, target, log, checkpoint):
+    def attempt(case, problem, budget, grid, rounds, target, log, checkpoint):
         tried.append(list(grid))
         return Fake(grid)
 
     monkeypatch.setattr(common, "attempt", attempt)
-    cell = common.tune(Setting("sgd", 0.0), None, common.Budget(step_sizes=3), centre=0.1, target=0.5)  # type: ignore[arg-type]
+    cell = common.tune(Case("sgd", 0.0), None, common.Budget(step_sizes=3), centre=0.1, target=0.5)  # type: ignore[arg-type]
     assert cell.eta_l == 10.0
     assert tried == [[0.0316, 0.1, 0.316], [1.0], [3.16], [10.0], [31.6]]
 
@@ -98,17 +104,27 @@ def test_an_interrupted_table_goes_on_and_refuses_other_options(tmp_path, monkey
         table4, "QUICK", common.Budget(clients=5, examples=300, test_examples=50, rounds=2, seeds=(0,), step_sizes=2)
     )
     folder = RunFolder(tmp_path)
+    folder.settle({"command": "reproduce", "experiment": "table4"})
     first = reproduce.run_table("table4", DATA, folder, "covary reproduce table4 --quick", quick=True)
     assert [next(first) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(CovaryError, match=r"lacks 6 cells. Finish it: covary reproduce table4 .*--checkpoint"):
         reproduce.outcome(folder)
     with pytest.raises(CovaryError, match="was begun with budget"):
         next(reproduce.run_table("table4", DATA, folder, "", quick=True, seeds=2))
+    (story,) = read(tmp_path)
+    assert [len(table.rows) for table in story.tables] == [2]
+    assert story.claims == []
     with folder.results.open("a") as file:
         file.write('{"kind": "cell", "setti')  # killed in the middle of a line
     rest = list(reproduce.run_table("table4", DATA, folder, "", quick=True))
     assert rest == list(range(2, 9))
     assert len(reproduce.outcome(folder).results) == 8
+    finished = folder.results.read_text()
+    assert list(reproduce.run_table("table4", DATA, folder, "", quick=True)) == [8]
+    assert folder.results.read_text() == finished
+    (story,) = read(tmp_path)
+    assert [len(table.rows) for table in story.tables] == [4, 8]
+    assert story.claims == reproduce.outcome(folder).claims
     page, data, _ = reproduce.write_up(reproduce.outcome(folder), tmp_path)
     assert "Quick form, not the paper's scale: 300 examples" in page.read_text()
     assert len(json.loads(data.read_text())["results"]) == 8

@@ -97,8 +97,8 @@ class Problem:
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
         """The flat starting point (from `x0`, or from `init` with the seed) and the way back to params."""
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_shape_of_params(self.init)))
-        if size > machine.memory() / 4:
-            came, room = f"{size / 2**30:,.1f} GiB", f"{machine.memory() / 2**30:,.1f} GiB"
+        if size > machine.host_memory() / 4:
+            came, room = f"{size / 2**30:,.1f} GiB", f"{machine.host_memory() / 2**30:,.1f} GiB"
             fix = "Make the model smaller: a round needs room for several copies of it."
             raise refused("init(key)", f"at most a quarter of this machine's {room}", came, fix)
         params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))

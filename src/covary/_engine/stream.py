@@ -21,8 +21,7 @@ from covary._engine.local import LocalProgram, loss_at
 from covary._engine.program import Program, State, World
 from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start
 from covary.algorithm import Algorithm
-from covary.data.federated import FederatedData
-from covary.data.folder import StreamedData
+from covary.data.federated import FederatedData, StreamedData
 
 AHEAD = 64  # rounds whose cohorts are drawn in one go
 

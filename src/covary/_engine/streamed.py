@@ -17,7 +17,7 @@ from covary._engine.program import State
 from covary._engine.simulation import Simulation, one_row
 from covary._engine.store import DiskStore, HostStore
 from covary._engine.stream import Span, Stream, streamed_loss
-from covary.data.folder import StreamedData
+from covary.data.federated import StreamedData
 
 
 class Streamed(Simulation):

@@ -123,7 +123,7 @@ FLOWERS = {
 }
 
 
-def measure(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def time_rounds(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Seconds and bytes up a round, of covary's SCAFFOLD and of Flower's FedAvg, on a SuperLink with TLS and keys."""
     from covary.flower.local import Federation
 

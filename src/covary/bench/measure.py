@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import pty
 import subprocess
 import sys
@@ -19,53 +17,45 @@ from typing import Any
 import jax
 import numpy as np
 
-import covary as cv
+from covary.algorithms import scaffold
+from covary.bench import deploy as deployed
 from covary.bench import peers, torch_rivals
 from covary.bench.workloads import CNN, W1, W2, Workload
-from covary.runs.machine import cores
+from covary.data.federated import FederatedData
+from covary.models import logistic_regression
+from covary.problem import supervised
+from covary.runs import machine
+from covary.simulate import simulate
+from covary.sweep import sweep as swept
 
 Say = Callable[[str], None]
 SWEEP = {"eta_l": list(np.logspace(-2, -0.5, 8))}
 
 
-def machine() -> dict[str, Any]:
+def measured_on() -> dict[str, Any]:
     """What the figures were measured on."""
-    names = ("jax", "jaxlib", "numpy", "torch", "flwr", "pfl", "flgo")
-    versions = {name: _version(name) for name in names}
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    first = jax.devices()[0]
     return {
-        "device": jax.devices()[0].device_kind if jax.devices()[0].platform != "cpu" else cpu,
-        "platform": jax.devices()[0].platform,
-        "cores": cores(),
-        "python": platform.python_version(),
-        "covary": cv.__version__,
-        **{name: version for name, version in versions.items() if version},
+        "device": first.device_kind if first.platform != "cpu" else machine.processor(),
+        "platform": first.platform,
+        "cores": machine.cores(),
+        **machine.versions("covary", "jax", "jaxlib", "numpy", "torch", "flwr", "pfl", "flgo"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def ours(workload: Workload, seconds: float, **how: Any) -> dict[str, float]:
     """Seconds a round of SCAFFOLD in `simulate`, evaluation left out, and seconds until the first round was there."""
     problem = workload.problem()
     clock = Clock()
-    cv.simulate(cv.scaffold(eta_l=torch_rivals.ETA_L), problem, log=clock.tick, **_training(workload, seconds), **how)
-    return {"seconds": clock.fastest(), "first_round": clock.told[0][0] - clock.start}
+    simulate(scaffold(eta_l=torch_rivals.ETA_L), problem, log=clock.tick, **_training(workload, seconds), **how)
+    return {"seconds": clock.fastest(), "first_round": clock.ticks[0][0] - clock.start}
 
 
 def our_sweep(workload: Workload, seconds: float) -> float:
     """Seconds a round of all 24 members, 8 step-sizes with 3 seeds each."""
     clock = Clock()
     training = _training(workload, seconds)
-    cv.sweep(cv.scaffold, workload.problem(), SWEEP, seeds=[0, 1, 2], log=clock.tick, **training)
+    swept(scaffold, workload.problem(), SWEEP, seeds=[0, 1, 2], log=clock.tick, **training)
     return clock.fastest()
 
 
@@ -88,10 +78,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
-        self.told: list[tuple[float, int]] = []
+        self.ticks: list[tuple[float, int]] = []
 
     def tick(self, r: int, _: dict[str, float]) -> None:
-        self.told.append((time.perf_counter(), r))
+        self.ticks.append((time.perf_counter(), r))
 
     def fastest(self) -> float:
         """Seconds a round of the fastest call that took its share of time, without the last, which evaluates.
@@ -99,7 +89,7 @@ class Clock:
         A call is known by the wait before it: one of at least a fifth of the longest, the compilation left aside. What
         is shorter (a hiccup while rounds are told, or the first calls of one short round) begins no call.
         """
-        times, rounds = (np.array(column, float) for column in zip(*self.told, strict=True))
+        times, rounds = (np.array(column, float) for column in zip(*self.ticks, strict=True))
         waits = np.diff(times)
         begins = np.flatnonzero(waits[1:] >= 0.2 * waits[1:].max()) + 1 if len(waits) > 1 else np.array([0])
         ends = np.append(begins[1:], len(times) - 1)
@@ -238,9 +228,7 @@ def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
 
 def deploy(quick: bool, say: Say) -> list[dict[str, Any]]:
     """A deployed round against plain Flower, where Flower and PyTorch are installed."""
-    from covary.bench.deploy import measure
-
-    return measure(quick, say)
+    return deployed.time_rounds(quick, say)
 
 
 def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
@@ -249,11 +237,11 @@ def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
     pool = rng.integers(0, 256, (10_000, 784), dtype=np.uint8)
     where = folder / str(n)
     places = rng.integers(0, 9_995, n)
-    cv.FederatedData.write(where, ((pool[k : k + 5], np.arange(k, k + 5) % 10) for k in places))
+    FederatedData.write(where, ((pool[k : k + 5], np.arange(k, k + 5) % 10) for k in places))
     if hasattr(os, "sync"):
         os.sync()  # what was just made is on the disk before rounds are timed
-    data = cv.FederatedData.open(where, stream=True)
-    problem = cv.supervised(cv.models.logistic_regression(784, 10), data, test=(pool[:500], np.arange(500) % 10))
+    data = FederatedData.open(where, stream=True)
+    problem = supervised(logistic_regression(784, 10), data, test=(pool[:500], np.arange(500) % 10))
     marks, resident = [], []
 
     def log(_: int, __: Any) -> None:
@@ -261,8 +249,8 @@ def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
         resident.append(_resident())
 
     cohort = min(100, n // 2)
-    cv.simulate(
-        cv.scaffold(eta_l=0.05),
+    simulate(
+        scaffold(eta_l=0.05),
         problem,
         rounds,
         clients_per_round=cohort,

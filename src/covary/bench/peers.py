@@ -237,7 +237,6 @@ FLGO_TASK = """
 import torch
 from covary.bench import peers
 from covary.bench.workloads import Workload
-from covary.runs.machine import cores
 
 class Client(torch.utils.data.TensorDataset):
     def __getitems__(self, indices):

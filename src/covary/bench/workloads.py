@@ -7,7 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-import covary as cv
+from covary.data.federated import FederatedData
+from covary.models import cnn, logistic_regression, mlp
+from covary.problem import Problem, supervised
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,16 @@ class Workload:
         rng = np.random.default_rng(1)
         return rng.integers(0, self.classes, (self.n_clients, self.size), dtype=np.int32)
 
-    def problem(self) -> cv.Problem:
+    def problem(self) -> Problem:
         """The same for covary."""
         examples = (self.x.reshape(-1, self.features), self.y.reshape(-1))
-        data = cv.FederatedData(examples, [self.size] * self.n_clients)
+        data = FederatedData(examples, [self.size] * self.n_clients)
         model = {
-            "logistic": lambda: cv.models.logistic_regression(self.features, self.classes),
-            "mlp": lambda: cv.models.mlp(self.features, self.hidden, self.classes),
-            "cnn": lambda: cv.models.cnn(self.classes),
+            "logistic": lambda: logistic_regression(self.features, self.classes),
+            "mlp": lambda: mlp(self.features, self.hidden, self.classes),
+            "cnn": lambda: cnn(self.classes),
         }[self.model]()
-        return cv.supervised(model, data, test=tuple(a[:1000] for a in examples))
+        return supervised(model, data, test=tuple(a[:1000] for a in examples))
 
 
 W1 = Workload("W1", "logistic")

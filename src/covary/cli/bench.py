@@ -43,7 +43,7 @@ def bench(
         if part not in PARTS:
             raise refused("PARTS", f"some of {', '.join(PARTS)}", part, "Try: covary bench rounds.")
     folder = RunFolder.create("bench", out)
-    folder.append({"kind": "header", "quick": quick, "parts": chosen, **measure.machine()})
+    folder.append({"kind": "header", "quick": quick, "parts": chosen, **measure.measured_on()})
     records: list[dict[str, Any]] = []
     with terminal.progress("parts", len(chosen)) as progress:
         for number, part in enumerate(chosen, start=1):
@@ -62,8 +62,8 @@ def bench(
     if picture.is_file():
         terminal.written("Picture", picture)
     terminal.written("Raw results", folder.results)
-    terminal.show(json.dumps(measure.machine()), style="dim", markup=False)
-    terminal.answer({"machine": measure.machine(), "records": records, "folder": str(folder.path)})
+    terminal.show(json.dumps(measure.measured_on()), style="dim", markup=False)
+    terminal.answer({"machine": measure.measured_on(), "records": records, "folder": str(folder.path)})
 
 
 def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from covary.algorithm import Algorithm
 from covary.cli.problems import Divided
 from covary.cli.terminal import Terminal, open_in_browser
 from covary.errors import CovaryError, refused
+from covary.runs import machine
 from covary.runs.folder import RunFolder
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
@@ -106,12 +107,8 @@ def run_folder(
 
 def describe(folder: RunFolder, context: typer.Context) -> None:
     """Keep what the report tells of how and where a command ran."""
-    from covary.experiments.reproduce import machine
-
-    here = machine()
-    versions = {name: here["versions"][name] for name in ("covary", "jax")}
-    begun = folder.about().get("started", _now())
-    folder.describe(command=command_of(context), started=begun, ended=None, device=here["device"], **versions)
+    begun, versions = folder.about().get("started", _now()), machine.versions("covary", "jax")
+    folder.describe(command=command_of(context), started=begun, ended=None, device=machine.device(), **versions)
 
 
 def ended(folder: RunFolder) -> None:

@@ -37,10 +37,10 @@ def compare(
     Example: covary compare --seeds 1 --rounds 100
     """
     from covary.experiments.common import Budget
-    from covary.experiments.digits import SETTINGS, SIMILARITIES, digits_problem
+    from covary.experiments.digits import CASES, SIMILARITIES, digits_problem
     from covary.experiments.digits import compare as cells
     from covary.experiments.folder import held_cells, keep_cell
-    from covary.runs.story import clients_of
+    from covary.report.story import clients_of
 
     terminal = Terminal(as_json, quiet)
     if not 0 < target <= 1:
@@ -52,15 +52,15 @@ def compare(
         folder.describe(problem="digits", clients=[clients_of(data, title) for title, data in shown])
         header = {"kind": "header", "data": "digits", "target": target, "budget": asdict(budget)}
         done = held_cells(folder, header, ("data", "target", "budget"))
-        with terminal.progress("cells", len(SETTINGS), len(done)) as progress:
+        with terminal.progress("cells", len(CASES), len(done)) as progress:
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
                 progress.within(", ".join(cell.split(", ")[:2]), number, rounds, best(values))
 
-            todo = [setting for setting in SETTINGS if setting not in done]
+            todo = [case for case in CASES if case not in done]
             for number, (cell, curves) in enumerate(cells(todo, budget, target, log, folder.checkpoint), 1 + len(done)):
                 keep_cell(folder, cell, curves=curves)
-                progress.update(number, str(cell.setting))
+                progress.update(number, str(cell.case))
         _show(terminal, folder, budget, target)
 
 
@@ -75,11 +75,11 @@ def _show(terminal: Terminal, folder: RunFolder, budget: Any, target: float) -> 
     answer: list[dict[str, Any]] = []
     for record in folder.read()[1:]:
         cell, accuracy = cell_from(record), np.array(record["curves"]["accuracy"], float)
-        heading, algorithm = f"{100 * cell.setting.similarity:g} % similarity", cell.setting.algorithm
+        heading, algorithm = f"{100 * cell.case.similarity:g} % similarity", cell.case.algorithm
         rounds[heading][algorithm] = cell.mean_rounds
         curves[heading][algorithm] = accuracy
         found = {"eta_l": cell.eta_l, "rounds": cell.rounds, "mean_rounds": cell.mean_rounds, "accuracy": cell.accuracy}
-        answer.append({"algorithm": algorithm, "similarity": cell.setting.similarity, **found})
+        answer.append({"algorithm": algorithm, "similarity": cell.case.similarity, **found})
     setup = f"{budget.clients} clients, 20 % sampled, 5 local epochs"
     seeds = f"mean of {len(budget.seeds)} seeds" if len(budget.seeds) > 1 else "one seed"
     title = f"Rounds to {target:g} test accuracy on digits ({setup}; {seeds})"

@@ -68,7 +68,7 @@ class Divided:
 
     def described(self) -> dict[str, Any]:
         """For the report: how many examples of each label each client has."""
-        from covary.runs.story import clients_of
+        from covary.report.story import clients_of
 
         return clients_of(self.data, self.title) | {"names": self.clients, "labels": self.labels}
 

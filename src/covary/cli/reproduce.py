@@ -86,7 +86,16 @@ def _reproduce(
     paper_white: bool | None,
     seeds: int | None,
 ) -> dict[str, Any]:
-    from covary.experiments.reproduce import cells_of, most_rounds, outcome, quick_note, run_figure, run_table, write_up
+    from covary.experiments.reproduce import (
+        cells_of,
+        how_long,
+        most_rounds,
+        outcome,
+        quick_note,
+        run_figure,
+        run_table,
+        write_up,
+    )
     from covary.report.tables import claims_table, plain_table
 
     if name == "fig3":
@@ -106,7 +115,7 @@ def _reproduce(
     if result.header.get("quick"):
         terminal.show(quick_note(result), style="yellow")
     terminal.show(claims_table(result.claims))
-    terminal.show(f"{result.seconds:.0f} s on {result.header['device']}, compilation included")
+    terminal.show(how_long(result))
     with folder.writing():
         written = write_up(result, folder.path)
     for path in written:

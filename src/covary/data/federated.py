@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary.checks import path as checked_path
+from covary.data.folder import read_folder, write_folder
 from covary.errors import CovaryError, refused
+from covary.runs.machine import device_memory
+from covary.runs.rowfile import RowFile
+
+PASS = 16_384  # examples read at a time in a pass over everything
 
 
 class FederatedData:
@@ -105,9 +110,16 @@ class FederatedData:
         >>> cv.FederatedData.open(folder)
         FederatedData(3 clients, 6 examples, 1 to 3 each)
         """
-        from covary.data.folder import write
+        if not isinstance(clients, Iterable):
+            raise refused("clients", "a list or generator of batches", type(clients).__name__, "Yield one (x, y) each.")
 
-        write(checked_path("folder", folder), clients)
+        def checked() -> Iterator[Any]:
+            for i, client in enumerate(clients):
+                if i == 0:
+                    FederatedData.from_clients([client])  # refused here as it would be in memory
+                yield client
+
+        write_folder(checked_path("folder", folder), checked())
 
     @staticmethod
     def open(folder: str | Path, stream: bool | None = None) -> FederatedData:
@@ -118,9 +130,12 @@ class FederatedData:
             stream: True to read each round's cohort when it is needed, False to load everything onto the device; by
                 default data is streamed when it is larger than a quarter of the memory.
         """
-        from covary.data.folder import read
-
-        return read(checked_path("folder", folder), stream)
+        if stream is not None and not isinstance(stream, bool):
+            raise refused("stream", "True, False or None", repr(stream), "None decides by the size.")
+        examples, sizes = read_folder(checked_path("folder", folder))
+        if stream is None:
+            stream = sum(leaf.nbytes for leaf in jax.tree.leaves(examples)) > device_memory() / 4
+        return StreamedData(examples, sizes) if stream else FederatedData(examples, sizes)
 
     @property
     def n_clients(self) -> int:
@@ -194,6 +209,41 @@ class FederatedData:
             f"examples{name} has NaN or infinity, first in row {row} (example {row - self.offsets[client]} of client "
             f"{client}). Drop or impute such values before training."
         )
+
+
+class StreamedData(FederatedData):
+    """A data set that stays in its folder; only the cohort's examples are read."""
+
+    streamed = True
+
+    def __init__(self, examples: Any, sizes: np.ndarray):
+        """From arrays that are memory maps of `.npy` files."""
+        self.examples, self.sizes = examples, sizes
+        self._files = [
+            RowFile(Path(leaf.filename), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset)
+            for leaf in jax.tree.leaves(examples)
+        ]
+
+    def gather(self, cohort: np.ndarray, rows: int, spare: int) -> Any:
+        """The cohort's examples, each client's in `rows` rows of its own, followed by `spare` empty places."""
+
+        def read(file: RowFile) -> np.ndarray:
+            out = np.zeros((len(cohort) + spare, rows, *file.row_shape), file.dtype)
+            for place, i in zip(out, cohort, strict=False):
+                file.read_into(place[: self.sizes[i]], int(self.offsets[i]))
+            return out
+
+        return jax.tree.unflatten(jax.tree.structure(self.examples), [read(file) for file in self._files])
+
+    def passes(self) -> Iterator[tuple[Any, np.ndarray]]:
+        """All examples in order, some at a time, with the client of each."""
+        for first in range(0, self.n_examples, PASS):
+            count = min(PASS, self.n_examples - first)
+            parts = [np.empty((count, *file.row_shape), file.dtype) for file in self._files]
+            for file, out in zip(self._files, parts, strict=True):
+                file.read_into(out, first)
+            clients = np.searchsorted(self.offsets, np.arange(first, first + count), side="right") - 1
+            yield jax.tree.unflatten(jax.tree.structure(self.examples), parts), clients
 
 
 def _shapes(leaves: Sequence[tuple[Any, np.ndarray]]) -> str:

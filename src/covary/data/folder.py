@@ -12,53 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary._engine.store import RowFile
-from covary.data.federated import FederatedData
 from covary.errors import CovaryError, refused
-from covary.runs import machine
 from covary.runs.files import content_of
+from covary.runs.machine import host_memory
 
 FORMAT = 1
-PASS = 16_384  # examples read at a time in a pass over everything
 _HEADER = 128  # bytes in front of an array; NumPy's own header fits for every shape that can be here
 
 
-class StreamedData(FederatedData):
-    """A data set that stays in its folder; only the cohort's examples are read."""
-
-    streamed = True
-
-    def __init__(self, examples: Any, sizes: np.ndarray, files: list[RowFile]):
-        self.examples, self.sizes, self._files = examples, sizes, files
-
-    def gather(self, cohort: np.ndarray, rows: int, spare: int) -> Any:
-        """The cohort's examples, each client's in `rows` rows of its own, followed by `spare` empty places."""
-
-        def read(file: RowFile) -> np.ndarray:
-            out = np.zeros((len(cohort) + spare, rows, *file.row_shape), file.dtype)
-            for place, i in zip(out, cohort, strict=False):
-                file.read_into(place[: self.sizes[i]], int(self.offsets[i]))
-            return out
-
-        return jax.tree.unflatten(jax.tree.structure(self.examples), [read(file) for file in self._files])
-
-    def passes(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """All examples in order, some at a time, with the client of each."""
-        for first in range(0, self.n_examples, PASS):
-            count = min(PASS, self.n_examples - first)
-            parts = [np.empty((count, *file.row_shape), file.dtype) for file in self._files]
-            for file, out in zip(self._files, parts, strict=True):
-                file.read_into(out, first)
-            clients = np.searchsorted(self.offsets, np.arange(first, first + count), side="right") - 1
-            yield jax.tree.unflatten(jax.tree.structure(self.examples), parts), clients
-
-
-def write(folder: Path, clients: Iterable[Any]) -> None:
+def write_folder(folder: Path, clients: Iterable[Any]) -> None:
     """All or nothing: the folder appears under its name when it is whole."""
     if folder.exists():
         raise refused("folder", "one that does not exist yet", str(folder), "Choose another name, or remove it.")
-    if not isinstance(clients, Iterable):
-        raise refused("clients", "a list or generator of batches", type(clients).__name__, "Yield one (x, y) each.")
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     draft.mkdir(parents=True)
     try:
@@ -78,7 +43,6 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
         for i, client in enumerate(clients):
             leaves, form = jax.tree.flatten(jax.tree.map(np.asarray, client, is_leaf=lambda n: isinstance(n, list)))
             if first is None:
-                FederatedData.from_clients([client])  # refused here as it would be in memory
                 described = _described(client)
                 first = jax.tree.unflatten(form, [leaf[:0] for leaf in leaves])
                 files = [(folder / f"{k}.npy").open("wb") for k in range(len(leaves))]
@@ -117,9 +81,8 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
     (folder / "data.json").write_text(json.dumps(about) + "\n")
 
 
-def read(folder: Path, stream: bool | None) -> FederatedData:
-    if stream is not None and not isinstance(stream, bool):
-        raise refused("stream", "True, False or None", repr(stream), "None decides by the size.")
+def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
+    """The examples, as memory maps that are not read before they are looked at, and the clients' sizes."""
     try:
         about = json.loads(content_of(folder / "data.json", 2**20))
         if about["format"] != FORMAT:
@@ -127,7 +90,7 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
         sizes = _mapped(folder / "sizes.npy")
         examples = _rebuilt(about["form"], folder)
         leaves = jax.tree.leaves(examples)
-        if sizes.nbytes > machine.memory() / 16:
+        if sizes.nbytes > host_memory() / 16:
             raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, more than is read")
         sizes = np.array(sizes)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:
@@ -141,12 +104,7 @@ def read(folder: Path, stream: bool | None) -> FederatedData:
         raise CovaryError(
             f"{folder} is no data set of covary's: {error}. Write one with covary.FederatedData.write(folder, clients)."
         ) from None
-    if stream is None:
-        stream = sum(leaf.nbytes for leaf in leaves) > machine.memory() / 4
-    if not stream:
-        return FederatedData(examples, sizes)
-    files = [RowFile(Path(leaf.filename), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset) for leaf in leaves]
-    return StreamedData(examples, sizes, files)
+    return examples, sizes
 
 
 def _described(tree: Any) -> Any:

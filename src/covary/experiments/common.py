@@ -16,6 +16,7 @@ from covary.algorithms import fedavg, fedprox, scaffold, sgd
 from covary.data import datasets, partition
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
+from covary.report.story import Claim
 from covary.sweep import RATIO, Sweep, half_decade, sweep
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
@@ -28,7 +29,7 @@ Log = Callable[[str, int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Case:
     """One cell of a table: everything but the step-size, which is tuned."""
 
     algorithm: str
@@ -68,7 +69,7 @@ class Budget:
 class Cell:
     """What was measured in one cell, at its best step-size."""
 
-    setting: Setting
+    case: Case
     eta_l: float
     rounds: list[int | None]  # to the target, per seed
     accuracy: list[float]  # the best test accuracy, per seed
@@ -85,16 +86,15 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A statement of the paper, and whether it holds of what was measured here."""
+class Outcome:
+    """Everything that is said of an experiment."""
 
-    text: str
-    holds: bool | None  # None: not decided by what was measured
-    evidence: str
-
-    @property
-    def verdict(self) -> str:
-        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
+    name: str
+    header: dict[str, Any]
+    table: tuple[list[str], list[list[str]]]
+    claims: list[Claim]
+    results: list[Any]  # cells, or the curves of the figure
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def step_sizes(centre: float, count: int) -> list[float]:
 
 
 def attempt(
-    setting: Setting,
+    case: Case,
     problem: Problem,
     budget: Budget,
     grid: Sequence[float],
@@ -143,25 +143,25 @@ def attempt(
 ) -> Sweep:
     """The runs of a cell at some step-sizes, with every seed: a race to the target accuracy if there is one."""
     return sweep(
-        ALGORITHMS[setting.algorithm],
+        ALGORITHMS[case.algorithm],
         problem,
         {"eta_l": list(grid)},
         rounds=rounds,
         seeds=budget.seeds,
-        clients_per_round=setting.clients_per_round,
-        local_epochs=setting.local_epochs,
+        clients_per_round=case.clients_per_round,
+        local_epochs=case.local_epochs,
         batch_size=0.2,
         target=None if target is None else ("accuracy", target),
         eval_every=budget.eval_every,
         race=target is not None,
         measure_loss=measure_loss,
-        log=functools.partial(log, str(setting)) if log is not None else None,
+        log=functools.partial(log, str(case)) if log is not None else None,
         checkpoint=checkpoint,
     )
 
 
 def tune(
-    setting: Setting,
+    case: Case,
     problem: Problem,
     budget: Budget,
     centre: float,
@@ -177,7 +177,7 @@ def tune(
     started = time.perf_counter()
     grid = step_sizes(centre, budget.step_sizes)
     places = [None if checkpoint is None else checkpoint / str(number) for number in range(7)]
-    members = attempt(setting, problem, budget, grid, budget.rounds, target, log, places[0]).table
+    members = attempt(case, problem, budget, grid, budget.rounds, target, log, places[0]).table
     for place in places[1:]:
         best, least = _best(members), min(m["eta_l"] for m in members)
         if best not in (least, max(m["eta_l"] for m in members)):
@@ -186,11 +186,11 @@ def tune(
         score = _score(members, best)[0]
         most = len(budget.seeds) * score  # a point whose seeds take longer has a worse mean
         rounds = budget.rounds if np.isinf(most) else min(budget.rounds, int(most) + 1)
-        members += attempt(setting, problem, budget, [beyond], rounds, target, log, place).table
+        members += attempt(case, problem, budget, [beyond], rounds, target, log, place).table
     best = _best(members)
     chosen = [m for m in members if m["eta_l"] == best]
     return Cell(
-        setting=setting,
+        case=case,
         eta_l=best,
         rounds=[m["reached"] for m in chosen],
         accuracy=[m["best_accuracy"] or 0.0 for m in chosen],
@@ -199,10 +199,10 @@ def tune(
     )
 
 
-def measure(
+def measure_cells(
     emnist: Emnist,
     budget: Budget,
-    todo: Sequence[Setting],
+    todo: Sequence[Case],
     centre: Mapping[str, float],
     target: float | None,
     network: bool,
@@ -210,10 +210,10 @@ def measure(
     checkpoint: Path | None = None,
 ) -> Iterator[Cell]:
     """The cells of a table, one after the other, each with its step-size tuned around its algorithm's centre."""
-    problems = {s: emnist.problem(s, budget, network) for s in {setting.similarity for setting in todo}}
-    for setting in todo:
-        problem, place = problems[setting.similarity], setting.place(checkpoint)
-        yield tune(setting, problem, budget, centre[setting.algorithm], target, log, place)
+    problems = {s: emnist.problem(s, budget, network) for s in {case.similarity for case in todo}}
+    for case in todo:
+        problem, place = problems[case.similarity], case.place(checkpoint)
+        yield tune(case, problem, budget, centre[case.algorithm], target, log, place)
 
 
 def _score(members: list[dict[str, Any]], eta_l: float) -> tuple[float, float]:
@@ -239,8 +239,8 @@ def every(answers: Iterable[bool | None]) -> bool | None:
 
 
 def find(cells: Sequence[Cell], **wanted: Any) -> Cell:
-    """The cell of a setting, by any of its fields."""
-    return next(c for c in cells if all(getattr(c.setting, name) == value for name, value in wanted.items()))
+    """The cell of a case, by any of its fields."""
+    return next(c for c in cells if all(getattr(c.case, name) == value for name, value in wanted.items()))
 
 
 def shown(rounds: float, limit: int) -> str:

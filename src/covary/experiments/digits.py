@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from covary.data import datasets, partition
-from covary.experiments.common import ALGORITHMS, Budget, Cell, Log, Setting, attempt, tune
+from covary.experiments.common import ALGORITHMS, Budget, Case, Cell, Log, attempt, tune
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 from covary.targets import Target
 
 SIMILARITIES = (0.0, 0.1, 1.0)
 CENTRE = 1.0  # of the step-sizes tried
-SETTINGS = [Setting(algorithm, similarity) for similarity in SIMILARITIES for algorithm in ALGORITHMS]
+CASES = [Case(algorithm, similarity) for similarity in SIMILARITIES for algorithm in ALGORITHMS]
 
 
 def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
@@ -30,7 +30,7 @@ def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
 
 
 def compare(
-    todo: Sequence[Setting], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
+    todo: Sequence[Case], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
 ) -> Iterator[tuple[Cell, dict[str, np.ndarray]]]:
     """Cells with their step-size tuned, and the whole curves of the best step-size: metric -> (seeds, rounds).
 
@@ -38,11 +38,11 @@ def compare(
     the company of others do not take the same number of rounds.
     """
     problems = {similarity: digits_problem(budget.clients, similarity) for similarity in SIMILARITIES}
-    for setting in todo:
-        problem, place = problems[setting.similarity], setting.place(checkpoint)
-        cell = tune(setting, problem, budget, CENTRE, target, log, place)
+    for case in todo:
+        problem, place = problems[case.similarity], case.place(checkpoint)
+        cell = tune(case, problem, budget, CENTRE, target, log, place)
         own = None if place is None else place / "curves"
-        whole = attempt(setting, problem, budget, [cell.eta_l], budget.rounds, None, log, own, measure_loss=True)
+        whole = attempt(case, problem, budget, [cell.eta_l], budget.rounds, None, log, own, measure_loss=True)
         curves = {name: curve[0] for name, curve in whole.curves.items()}
         accuracy = curves["accuracy"]
         goal = Target("accuracy", 1.0, target)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from covary.algorithms import fedavg, scaffold, sgd
-from covary.experiments.common import Claim, shown
+from covary.experiments.common import shown
 from covary.problem import lower_bound
+from covary.report.story import Claim
 from covary.simulate import simulate
 
 TITLE = "SGD, FedAvg and SCAFFOLD on simulated quadratics"
@@ -34,6 +35,8 @@ def run() -> Iterator[dict[str, Any]]:
         ]:
             done = simulate(algorithm, lower_bound(G), ROUNDS, local_steps=K, x0=1.0)
             yield {
+                "name": name if name == "sgd" else f"{name}, K = {K}",
+                "panel": f"G = {G:g}",  # curves of one panel are of the same problem
                 "algorithm": name,
                 "G": G,
                 "K": K,
@@ -42,7 +45,7 @@ def run() -> Iterator[dict[str, Any]]:
             }
 
 
-def rows(curves: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def as_table(curves: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     header = ["algorithm", "K", *(f"G = {G:g}" for G in GS)]
     kinds = sorted(
         {(c["algorithm"], c["K"]) for c in curves}, key=lambda kind: ("sgd fedavg scaffold".find(kind[0]), kind[1])

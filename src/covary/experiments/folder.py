@@ -9,12 +9,12 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from covary.errors import CovaryError
-from covary.experiments.common import Cell, Setting
+from covary.experiments.common import Case, Cell
 from covary.runs.folder import RunFolder
 
 
-def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Setting]:
-    """The settings that the folder holds already; a new folder gets the header, an old one must have its like."""
+def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Case]:
+    """The cases that the folder holds already; a new folder gets the header, an old one must have its like."""
     if not folder.results.exists():
         folder.append(header, durable=True)
         return set()
@@ -29,23 +29,29 @@ def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -
                 f"{folder.path} was begun with {key} = {first.get(key)}, not {header[key]}. "
                 "Give the same options, or start anew."
             )
-    return {cell_from(record).setting for record in records if record.get("kind") == "cell"}
+    return {cell_from(record).case for record in records if record.get("kind") == "cell"}
 
 
 def keep_cell(folder: RunFolder, cell: Cell, **more: Any) -> None:
     """Add a cell; its checkpoints are not needed any more."""
-    folder.append({"kind": "cell", **asdict(cell), **more}, durable=True)
-    place = cell.setting.place(folder.checkpoint)
+    folder.append({"kind": "cell", "name": str(cell.case), **as_record(cell), **more}, durable=True)
+    place = cell.case.place(folder.checkpoint)
     if place is not None:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def as_record(cell: Cell) -> dict[str, Any]:
+    """A cell for JSON, where its case goes by the name of setting."""
+    record = asdict(cell)
+    return {"setting": record.pop("case"), **record}
 
 
 def cell_from(record: dict[str, Any]) -> Cell:
     """A cell from its JSON record."""
     try:
-        own = {field.name: record[field.name] for field in fields(Cell)}
-        cell = Cell(**{**own, "setting": Setting(**record["setting"])})
-        hash(cell.setting)
+        measured = {field.name: record[field.name] for field in fields(Cell) if field.name != "case"}
+        cell = Cell(case=Case(**record["setting"]), **measured)
+        hash(cell.case)
         float(cell.mean_rounds + cell.mean_accuracy + cell.eta_l + cell.seconds)
         return cell
     except (KeyError, TypeError, ValueError) as error:

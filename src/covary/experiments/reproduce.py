@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from covary import __version__ as covary_version
 from covary.errors import CovaryError
-from covary.experiments import fig3, table3, table4, table5
-from covary.experiments.common import Budget, Claim, Log, load_emnist, measure
-from covary.experiments.folder import cell_from, held_cells, keep_cell
+from covary.experiments import fig3, plots, table3, table4, table5
+from covary.experiments.common import Budget, Log, Outcome, load_emnist, measure_cells
+from covary.experiments.folder import as_record, cell_from, held_cells, keep_cell
+from covary.runs import machine
 from covary.runs.folder import RunFolder
 
 TABLES = {"table3": table3, "table4": table4, "table5": table5}
 EXPERIMENTS = ("fig3", *TABLES)
 TITLES = {"fig3": fig3.TITLE, **{name: table.TITLE for name, table in TABLES.items()}}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Everything a report says of an experiment."""
-
-    name: str
-    header: dict[str, Any]
-    table: tuple[list[str], list[list[str]]]
-    claims: list[Claim]
-    results: list[Any]  # cells, or the curves of the figure
-    seconds: float
 
 
 def run_table(
@@ -54,38 +37,50 @@ def run_table(
     budget: Budget = table.QUICK if quick else table.FULL
     budget = budget if seeds is None else replace(budget, seeds=tuple(range(seeds)))
     emnist = load_emnist(root, table.PAPER_WHITE if paper_white is None else paper_white)
-    header = {
-        "kind": "header",
-        "experiment": name,
-        "data": emnist.source,
-        "quick": quick,
-        "budget": asdict(budget),
-        "command": command,
-        **machine(),
-    }
+    header = {**_header(name, emnist.source, command), "quick": quick, "budget": asdict(budget)}
     done = held_cells(folder, header, ("experiment", "data", "quick", "budget", "device", "versions"))
-    todo = [setting for setting in table.settings(quick) if setting not in done]
+    todo = [case for case in table.cases(quick) if case not in done]
     target = table.QUICK_TARGET if quick else table.TARGET
     yield len(done)
-    cells = measure(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
+    cells = measure_cells(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
     for number, cell in enumerate(cells, len(done) + 1):
         keep_cell(folder, cell)
         yield number
-    folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
+    if todo:
+        folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
+    _conclude(folder)
 
 
 def run_figure(folder: RunFolder, command: str) -> None:
-    header = {"kind": "header", "experiment": "fig3", "data": "simulated", "command": command, **machine()}
-    folder.rewrite([header])  # what was there is measured again: it takes seconds
+    folder.rewrite([_header("fig3", "simulated", command)])  # what was there is measured again: it takes seconds
     started = time.perf_counter()
     for curve in fig3.run():
         folder.append({"kind": "curve", "seconds": time.perf_counter() - started, **curve})
         started = time.perf_counter()
+    _conclude(folder)
+
+
+def _header(name: str, data: str, command: str) -> dict[str, Any]:
+    """The first record of a folder."""
+    about = {"experiment": name, "title": TITLES[name], "data": data, "command": command}
+    versions = machine.versions("covary", "jax", "jaxlib", "numpy")
+    return {"kind": "header", **about, "device": machine.device(), "versions": versions}
+
+
+def _conclude(folder: RunFolder) -> None:
+    """Keep the table and the claims of a folder that is complete, once, for those who read no cells."""
+    records = folder.read()
+    if any(record.get("kind") == "outcome" for record in records):
+        return
+    result = outcome_of(records)
+    header, rows = result.table
+    claims, note = [asdict(claim) for claim in result.claims], how_long(result)
+    folder.append({"kind": "outcome", "header": header, "rows": rows, "claims": claims, "note": note}, durable=True)
 
 
 def cells_of(name: str, quick: bool) -> int:
     """How many cells a table has."""
-    return len(TABLES[name].settings(quick))
+    return len(TABLES[name].cases(quick))
 
 
 def most_rounds(name: str, quick: bool) -> int:
@@ -96,9 +91,8 @@ def most_rounds(name: str, quick: bool) -> int:
 def missing(records: list[dict[str, Any]]) -> int:
     """How many curves of the figure, or cells of the table, are not there yet."""
     header, name = records[0], records[0].get("experiment")
-    if name == "fig3":
-        return fig3.CURVES + 1 - len(records)
-    return cells_of(str(name), header["quick"]) - sum(record.get("kind") == "cell" for record in records)
+    whole = fig3.CURVES if name == "fig3" else cells_of(str(name), header["quick"])
+    return whole - sum(record.get("kind") in ("curve", "cell") for record in records)
 
 
 def outcome(folder: RunFolder) -> Outcome:
@@ -120,12 +114,12 @@ def outcome_of(records: list[dict[str, Any]]) -> Outcome:
     header, *records = records
     name = header["experiment"]
     seconds = max(_total(records, "seconds"), _total(records, "wall_seconds"))
-    records = [{k: v for k, v in record.items() if k != "kind"} for record in records if record.get("kind") != "end"]
     if name == "fig3":
-        return Outcome(name, header, fig3.rows(records), fig3.claims(records), records, seconds)
-    cells = [cell_from(record) for record in records]
+        curves = [{k: v for k, v in r.items() if k != "kind"} for r in records if r.get("kind") == "curve"]
+        return Outcome(name, header, fig3.as_table(curves), fig3.claims(curves), curves, seconds)
+    cells = [cell_from(record) for record in records if record.get("kind") == "cell"]
     table, limit = TABLES[name], header["budget"]["rounds"]
-    return Outcome(name, header, table.rows(cells, limit), table.claims(cells, limit), cells, seconds)
+    return Outcome(name, header, table.as_table(cells, limit), table.claims(cells, limit), cells, seconds)
 
 
 def _total(records: list[dict[str, Any]], name: str) -> float:
@@ -134,15 +128,18 @@ def _total(records: list[dict[str, Any]], name: str) -> float:
 
 def write_up(result: Outcome, folder: Path) -> list[Path]:
     """The outcome as Markdown, JSON and a plot."""
-    from covary.report import paper_plots
-
     title = TITLES[result.name]
     picture = folder / f"{result.name}.png"
-    paper_plots.draw(result, title, picture)
+    plots.draw(result, title, picture)
     page, data = folder / f"{result.name}.md", folder / f"{result.name}.json"
     page.write_text(_markdown(result, title), encoding="utf-8")
     data.write_text(json.dumps(_json(result), indent=1) + "\n", encoding="utf-8")
     return [page, data, picture]
+
+
+def how_long(result: Outcome) -> str:
+    """The seconds that were measured for."""
+    return f"{result.seconds:.0f} s on {result.header['device']}, compilation included."
 
 
 def quick_note(result: Outcome) -> str:
@@ -153,29 +150,6 @@ def quick_note(result: Outcome) -> str:
         f"Quick form, not the paper's scale: {budget['examples']:,} examples, {budget['clients']} clients, {target}"
         f"at most {budget['rounds']} rounds, {len(budget['seeds'])} seed(s)"
     )
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions that figures are measured with."""
-    device = jax.devices()[0]
-    return {
-        "device": f"{len(jax.devices())} × {device.device_kind}" if device.platform != "cpu" else _cpu(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("covary", "jax", "jaxlib", "numpy")},
-        },
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from its source folder
-        return covary_version if package == "covary" else "unknown"
-
-
-def _cpu() -> str:
-    return f"CPU, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
 def _markdown(result: Outcome, title: str) -> str:
@@ -201,12 +175,12 @@ def _markdown(result: Outcome, title: str) -> str:
     lines += [f"- **{c.verdict}**: {c.text} ({c.evidence})" for c in result.claims]
     if result.name != "fig3":
         lines += ["", "## The step-sizes chosen", "", "| cell | eta_l |", "|---|---|"]
-        lines += [f"| {cell.setting} | {cell.eta_l:g} |" for cell in result.results]
+        lines += [f"| {cell.case} | {cell.eta_l:g} |" for cell in result.results]
     return "\n".join(lines) + "\n"
 
 
 def _json(result: Outcome) -> dict[str, Any]:
-    results = result.results if result.name == "fig3" else [asdict(cell) for cell in result.results]
+    results = result.results if result.name == "fig3" else [as_record(cell) for cell in result.results]
     for record in results:
         for member in record.get("tried", []):
             for key, value in member.items():

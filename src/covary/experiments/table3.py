@@ -14,14 +14,14 @@ import numpy as np
 from covary.experiments.common import (
     ALGORITHMS,
     Budget,
+    Case,
     Cell,
-    Claim,
-    Setting,
     every,
     fewer,
     find,
     shown,
 )
+from covary.report.story import Claim
 
 TITLE = "Rounds to 0.5 test accuracy, logistic regression on EMNIST"
 NETWORK = False
@@ -35,26 +35,26 @@ QUICK = Budget(clients=20, examples=3000, test_examples=1000, rounds=200, seeds=
 QUICK_TARGET, QUICK_EPOCHS = 0.35, (1, 5)
 
 
-def settings(quick: bool) -> list[Setting]:
+def cases(quick: bool) -> list[Case]:
     """Every cell; SGD takes one step a round whatever the number of epochs."""
     epochs = QUICK_EPOCHS if quick else EPOCHS
     return [
-        Setting(algorithm, similarity, e)
+        Case(algorithm, similarity, e)
         for similarity in SIMILARITIES
         for algorithm in ALGORITHMS
         for e in (epochs[:1] if algorithm == "sgd" else epochs)
     ]
 
 
-def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
+def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
     """The table: a header, and one row for each similarity and algorithm, with the speed-up over SGD."""
-    epochs = sorted({c.setting.local_epochs for c in cells})
+    epochs = sorted({c.case.local_epochs for c in cells})
     header = ["similarity", "algorithm", *(f"{e} epoch{'s' if e > 1 else ''}" for e in epochs)]
     body = []
-    for similarity in sorted({c.setting.similarity for c in cells}):
+    for similarity in sorted({c.case.similarity for c in cells}):
         base = find(cells, similarity=similarity, algorithm="sgd").mean_rounds
         for algorithm in ALGORITHMS:
-            own = [c for c in cells if (c.setting.similarity, c.setting.algorithm) == (similarity, algorithm)]
+            own = [c for c in cells if (c.case.similarity, c.case.algorithm) == (similarity, algorithm)]
             body.append([f"{100 * similarity:g} %", algorithm, *(_entry(c, base, limit) for c in own)])
             body[-1] += ["same"] * (len(header) - len(body[-1]))
     return header, body
@@ -74,7 +74,7 @@ def _entry(cell: Cell, base: float, limit: int) -> str:
 
 def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
     """What the caption and the text say of the table."""
-    epochs = sorted({c.setting.local_epochs for c in cells if c.setting.algorithm != "sgd"})
+    epochs = sorted({c.case.local_epochs for c in cells if c.case.algorithm != "sgd"})
 
     def rounds(algorithm: str, similarity: float, e: int | None = None) -> float:
         wanted = {"algorithm": algorithm, "similarity": similarity}

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from covary.experiments.common import Budget, Cell, Claim, Setting, every, fewer, find, shown
+from covary.experiments.common import Budget, Case, Cell, every, fewer, find, shown
+from covary.report.story import Claim
 
 TITLE = "Rounds to 0.45 test accuracy, logistic regression on EMNIST, by the share of clients sampled"
 NETWORK = False
@@ -29,14 +30,14 @@ QUICK = Budget(clients=20, examples=3000, test_examples=1000, rounds=200, seeds=
 QUICK_TARGET, QUICK_FRACTIONS = 0.3, (0.2, 0.05)
 
 
-def settings(quick: bool) -> list[Setting]:
+def cases(quick: bool) -> list[Case]:
     fractions = QUICK_FRACTIONS if quick else FRACTIONS
-    return [Setting(a, s, 5, fraction) for s in SIMILARITIES for a in CENTRE for fraction in fractions]
+    return [Case(a, s, 5, fraction) for s in SIMILARITIES for a in CENTRE for fraction in fractions]
 
 
-def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
+def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
     """One row for each algorithm and share, with the slow-down against the largest share; the paper's in brackets."""
-    fractions = sorted({c.setting.clients_per_round for c in cells}, reverse=True)
+    fractions = sorted({c.case.clients_per_round for c in cells}, reverse=True)
     columns = [f"{100 * s:g} % similarity{what}" for s in SIMILARITIES for what in ("", " (the paper)")]
     body = []
     for algorithm in CENTRE:
@@ -68,7 +69,7 @@ def _papers(algorithm: str, similarity: float, fraction: float) -> str:
 
 
 def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
-    fractions = sorted({c.setting.clients_per_round for c in cells}, reverse=True)
+    fractions = sorted({c.case.clients_per_round for c in cells}, reverse=True)
 
     def rounds(algorithm: str, similarity: float) -> list[float]:
         wanted = {"algorithm": algorithm, "similarity": similarity}

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from covary.experiments.common import Budget, Cell, Claim, Setting, find
+from covary.experiments.common import Budget, Case, Cell, find
+from covary.report.story import Claim
 
 TITLE = "Best test accuracy within 1,000 rounds, 2-layer network on EMNIST"
 TARGET = QUICK_TARGET = None  # the best accuracy of all rounds
@@ -32,11 +33,11 @@ QUICK = Budget(
 )
 
 
-def settings(quick: bool) -> list[Setting]:
-    return [Setting(a, s, 5) for s in SIMILARITIES for a in CENTRE]
+def cases(quick: bool) -> list[Case]:
+    return [Case(a, s, 5) for s in SIMILARITIES for a in CENTRE]
 
 
-def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
+def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
     columns = [f"{100 * s:g} % similarity{what}" for s in SIMILARITIES for what in ("", " (the paper)")]
     body = []
     for algorithm in CENTRE:

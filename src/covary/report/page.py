@@ -16,8 +16,8 @@ import numpy as np
 from covary.checks import path as checked_path
 from covary.errors import refused
 from covary.report.sections import claims, clients, configuration, diagnosis, measured, table, targets
+from covary.report.story import Line, NoReport, Story, read
 from covary.runs.files import replace
-from covary.runs.story import Line, NoReport, Story, read
 from covary.simulate import Run
 
 MOST_POINTS = 1500  # of a curve
@@ -119,7 +119,7 @@ def _html(stories: Sequence[Story], target: tuple[str, float] | None, version: s
     goal = _goal(stories, lines, target)
     sections = [
         ("targets", "Rounds to the target", targets(lines, goal)),
-        ("results", "Results", "".join(table(grid) for story in stories for grid in story.tables)),
+        ("results", "Results", "".join(table(content) for story in stories for content in story.tables)),
         ("claims", "The paper's claims", claims([claim for story in stories for claim in story.claims])),
         ("diagnosis", "Diagnosis", "".join(diagnosis(s.diagnosis) for s in stories if s.diagnosis)),
         ("curves", "Curves", _file("plots.html") if lines else ""),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.runs.story import Cell, Grid, Line, Row, Story
+from covary.report.story import Cell, Claim, Line, Row, Story, Table
 from covary.targets import direction_of
 
 
@@ -47,7 +47,7 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
     seeds = max(len(line.columns[metric]) for line in lines)
     note = f"Means over {seeds} seeds, with the least and the greatest. " if seeds > 1 else ""
     note += "The fewest rounds of each problem are set in bold."
-    return table(Grid(f"Rounds to {metric} {value:g}", header, rows, note), marked)
+    return table(Table(f"Rounds to {metric} {value:g}", header, rows, note), marked)
 
 
 def _counted(line: Line, metric: str, value: float, mean: float | None, base: float | None) -> Row:
@@ -80,22 +80,22 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def table(grid: Grid, marked: set[int] | frozenset[int] = frozenset()) -> str:
+def table(content: Table, marked: set[int] | frozenset[int] = frozenset()) -> str:
     """A table that sorts by the column whose heading is pressed."""
-    columns = list(zip(*grid.rows, strict=True)) or [()] * len(grid.header)
+    columns = list(zip(*content.rows, strict=True)) or [()] * len(content.header)
     numeric = [any(isinstance(cell, tuple) and cell[1] is not None for cell in column) for column in columns]
     head = "".join(
         f'<th scope="col"{" class=number" if number else ""}><button type="button">{escape(name)}</button></th>'
-        for name, number in zip(grid.header, numeric, strict=True)
+        for name, number in zip(content.header, numeric, strict=True)
     )
     body = "".join(
         f"<tr{' class=best' if at in marked else ''}>{''.join(map(_cell, row, numeric))}</tr>"
-        for at, row in enumerate(grid.rows)
+        for at, row in enumerate(content.rows)
     )
-    note = f'<p class="note">{escape(grid.note)}</p>' if grid.note else ""
+    note = f'<p class="note">{escape(content.note)}</p>' if content.note else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.title)}"><table class="sortable">'
-        f"<caption>{escape(grid.title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(content.title)}"><table class="sortable">'
+        f"<caption>{escape(content.title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
     )
 
 
@@ -108,7 +108,7 @@ def _cell(cell: Cell, numeric: bool) -> str:
     return f'<td{" class=number" if numeric else ""} data-value="{value}">{shown}</td>'
 
 
-def claims(claims: Sequence[Any]) -> str:
+def claims(claims: Sequence[Claim]) -> str:
     if not claims:
         return ""
     kinds = {True: "holds", False: "fails", None: "open"}
@@ -143,8 +143,8 @@ def diagnosis(found: dict[str, Any]) -> str:
         f'<h3>{escape(found["title"])}</h3><p class="verdict">{escape(found["reasons"]["scaffold"])}</p>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="Advice"><table><caption>Use</caption>'
         f"<tbody>{advice}</tbody></table></div>"
-        + table(Grid("Measured", ["constant", "value", "what it is"], constants))
-        + table(Grid(f"Rounds to {found['goal']}", ["algorithm", "in the trial", "by Table 1, scaled"], trial))
+        + table(Table("Measured", ["constant", "value", "what it is"], constants))
+        + table(Table(f"Rounds to {found['goal']}", ["algorithm", "in the trial", "by Table 1, scaled"], trial))
         + (f"<h3>Beware</h3><ul>{beware}</ul>" if beware else "")
     )
 

@@ -10,6 +10,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from covary.report.story import Claim
+
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -47,7 +49,7 @@ def plain_table(title: str, header: Sequence[str], body: Sequence[Sequence[str]]
     return table
 
 
-def claims_table(claims: Sequence[Any]) -> Table:
+def claims_table(claims: Sequence[Claim]) -> Table:
     """The paper's claims, ticked or not by what was measured."""
     table = Table(title="What the paper says, checked on what was measured", title_justify="left", show_lines=True)
     table.add_column("claim")

@@ -1,15 +1,58 @@
-"""The machine: how many cores, how much memory."""
+"""The machine that a run is on: its cores, memory and devices, and the versions of what is installed."""
 
 from __future__ import annotations
 
 import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory() -> int:
+def processor() -> str:
+    """The processor's name."""
+    if Path("/proc/cpuinfo").is_file():
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def host_memory() -> int:
     """Bytes of the host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_memory() -> int:
+    """Bytes that JAX's first device can hold; the host's memory where the device does not say."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or host_memory())
+
+
+def device() -> str:
+    """What JAX computes on: "2 × NVIDIA H200", or "CPU, 8 cores"."""
+    import jax
+
+    first, *others = jax.devices()
+    return f"CPU, {cores()} cores" if first.platform == "cpu" else f"{1 + len(others)} × {first.device_kind}"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of Python and of those packages that are installed.
+
+    >>> list(versions("numpy", "no-such-package"))
+    ['python', 'numpy']
+    """
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from covary.experiments import table5
+from covary.experiments.common import Outcome
 from covary.report.plots import STYLES, new_figure
 
 CURVES = {  # the colours that the paper's caption names
@@ -17,12 +18,12 @@ CURVES = {  # the colours that the paper's caption names
 }
 
 
-def draw(result: Any, title: str, path: Path) -> None:
+def draw(result: Outcome, title: str, path: Path) -> None:
     """Draw an `Outcome` of any experiment."""
     {"fig3": _fig3, "table3": _table3, "table4": _table4, "table5": _table5}[result.name](result, title, path)
 
 
-def _fig3(result: Any, title: str, path: Path) -> None:
+def _fig3(result: Outcome, title: str, path: Path) -> None:
     """The paper's 2 × 3 panel: FedAvg above, SCAFFOLD below, G growing to the right, SGD dashed in each."""
     Gs = sorted({curve["G"] for curve in result.results})
     figure = new_figure(10, 5.6)
@@ -46,20 +47,16 @@ def _fig3(result: Any, title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _table3(result: Any, title: str, path: Path) -> None:
+def _table3(result: Outcome, title: str, path: Path) -> None:
     """One panel per similarity, epochs along the axis, a bar per algorithm; an arrow where the bar goes on."""
     cells = result.results
     limit = result.header["budget"]["rounds"]
-    similarities = sorted({c.setting.similarity for c in cells})
-    epochs = sorted({c.setting.local_epochs for c in cells if c.setting.algorithm != "sgd"})
+    similarities = sorted({c.case.similarity for c in cells})
+    epochs = sorted({c.case.local_epochs for c in cells if c.case.algorithm != "sgd"})
     figure = new_figure(11, 3.8)
     axes = figure.subplots(1, len(similarities), squeeze=False)[0]
     for ax, similarity in zip(axes, similarities, strict=True):
-        own = {
-            (c.setting.algorithm, c.setting.local_epochs): c.mean_rounds
-            for c in cells
-            if c.setting.similarity == similarity
-        }
+        own = {(c.case.algorithm, c.case.local_epochs): c.mean_rounds for c in cells if c.case.similarity == similarity}
         base = next(rounds for (algorithm, _), rounds in own.items() if algorithm == "sgd")
         top = 1.15 * max([r for r in own.values() if np.isfinite(r)] or [limit])
         ax.axhline(base, color=STYLES["sgd"][0], linestyle="--", linewidth=1, label="sgd")
@@ -81,20 +78,20 @@ def _table3(result: Any, title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _table4(result: Any, title: str, path: Path) -> None:
+def _table4(result: Outcome, title: str, path: Path) -> None:
     """Rounds by the share of clients sampled, on log axes, beside a line of slope one: all slow-downs are flatter."""
     cells = result.results
-    similarities = sorted({c.setting.similarity for c in cells})
+    similarities = sorted({c.case.similarity for c in cells})
     figure = new_figure(8.5, 3.8)
     axes = figure.subplots(1, len(similarities), squeeze=False)[0]
     for ax, similarity in zip(axes, similarities, strict=True):
         for algorithm in ("fedavg", "scaffold"):
-            own = [c for c in cells if (c.setting.similarity, c.setting.algorithm) == (similarity, algorithm)]
-            own = sorted((c.setting.clients_per_round, c.mean_rounds) for c in own if np.isfinite(c.mean_rounds))
+            own = [c for c in cells if (c.case.similarity, c.case.algorithm) == (similarity, algorithm)]
+            own = sorted((c.case.clients_per_round, c.mean_rounds) for c in own if np.isfinite(c.mean_rounds))
             if not own:
                 continue
             shares, rounds = np.array(own).T
-            if shares[0] > min(c.setting.clients_per_round for c in cells):  # a smaller share did not get there
+            if shares[0] > min(c.case.clients_per_round for c in cells):  # a smaller share did not get there
                 ax.annotate(
                     "1k+ ▸", (100 * shares[0], rounds[0]), textcoords="offset points", xytext=(8, 0), fontsize=8
                 )
@@ -102,7 +99,7 @@ def _table4(result: Any, title: str, path: Path) -> None:
             linear = rounds[-1] * shares[-1] / shares
             ax.loglog(100 * shares, linear, ":", color=STYLES[algorithm][0], linewidth=1, label="as many times slower")
         ax.invert_xaxis()
-        shares = sorted({c.setting.clients_per_round for c in cells})
+        shares = sorted({c.case.clients_per_round for c in cells})
         ax.set_xticks([100 * share for share in shares], [f"{100 * share:g} %" for share in shares])
         ax.set_xticks([], minor=True)
         ax.set_yticks([10, 30, 100, 300, 1000], ["10", "30", "100", "300", "1,000"])
@@ -117,23 +114,18 @@ def _table4(result: Any, title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _table5(result: Any, title: str, path: Path) -> None:
-    from covary.experiments.table5 import PAPER
-
+def _table5(result: Outcome, title: str, path: Path) -> None:
     cells = result.results
     figure = new_figure(6.5, 3.8)
     ax = figure.subplots()
-    similarities = sorted({c.setting.similarity for c in cells})
-    algorithms = list(dict.fromkeys(c.setting.algorithm for c in cells))
+    similarities = sorted({c.case.similarity for c in cells})
+    algorithms = list(dict.fromkeys(c.case.algorithm for c in cells))
     for place, algorithm in enumerate(algorithms):
-        own = [
-            next(c for c in cells if (c.setting.similarity, c.setting.algorithm) == (s, algorithm))
-            for s in similarities
-        ]
+        own = [next(c for c in cells if (c.case.similarity, c.case.algorithm) == (s, algorithm)) for s in similarities]
         x = np.arange(len(similarities)) + 0.27 * (place - 1)
         means, spread = [c.mean_accuracy for c in own], [np.std(c.accuracy) for c in own]
         ax.errorbar(x, means, spread, fmt="o", markersize=9, color=STYLES[algorithm][0], label=algorithm, capsize=4)
-        paper = [PAPER[algorithm, s] for s in similarities]
+        paper = [table5.PAPER[algorithm, s] for s in similarities]
         ax.plot(
             x,
             paper,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,26 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Grid:
+class Table:
     """A table."""
 
     title: str
     header: list[str]
     rows: list[Row]
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, and whether it holds of what was measured here."""
+
+    text: str
+    holds: bool | None  # None: not decided by what was measured
+    evidence: str
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
 @dataclass(frozen=True)
@@ -72,8 +85,8 @@ class Story:
     lines: list[Line] = field(default_factory=list)
     target: tuple[str, float] | None = None
     clients: list[dict[str, Any]] = field(default_factory=list)  # label counts, as `clients_of` tells them
-    tables: list[Grid] = field(default_factory=list)
-    claims: list[Any] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     diagnosis: dict[str, Any] | None = None
 
 
@@ -106,7 +119,7 @@ def read(path: Path) -> list[Story]:
     try:
         told = tell(records, about, settings)
         shown = [_checked(clients) for clients in about.get("clients") or []]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, CovaryError):
             raise
         raise CovaryError(f"{path} is not what covary writes ({error!r}). Run the command again.") from None
@@ -153,7 +166,7 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
     }
 
 
-def _members(records: list[dict[str, Any]], grid: list[str]) -> Grid:
+def _members(records: list[dict[str, Any]], grid: list[str]) -> Table:
     """Every run of a sweep: its numbers, how it ended, and the best it came to."""
     best = [name for name in records[0] if name.startswith("best_")]
     rows: list[Row] = []
@@ -164,7 +177,7 @@ def _members(records: list[dict[str, Any]], grid: list[str]) -> Grid:
         row += [("", None) if record[name] is None else (f"{record[name]:.4g}", float(record[name])) for name in best]
         rows.append(row)
     header = [*grid, "seed", "rounds", "ended", *(name.replace("_", " ") for name in best)]
-    return Grid("Every run", header, rows)
+    return Table("Every run", header, rows)
 
 
 def of_compare(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -182,42 +195,52 @@ def of_compare(records: list[dict[str, Any]], about: dict[str, Any], settings: d
 
 
 def of_reproduce(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    from covary.experiments.reproduce import TITLES, missing, outcome_of
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [record for record in records if record.get("kind") == kind]
 
-    name, lines, tables, claims = str(settings["experiment"]), [], [], []
-    if records and not missing(records):
-        result = outcome_of(records)
-        note = f"{result.seconds:.0f} s on {result.header['device']}, compilation included."
-        rows: list[Row] = [[(cell, _leading_number(cell)) for cell in row] for row in result.table[1]]
-        tables, claims = [Grid(result.header["data"], result.table[0], rows, note)], result.claims
-    if name == "fig3":
-        for curve in records[1:]:
-            kind = curve["algorithm"] if curve["algorithm"] == "sgd" else f"{curve['algorithm']}, K = {curve['K']}"
-            lines.append(Line(kind, f"G = {curve['G']:g}", {"loss": _numbers([curve["f"]])}))
-    elif records:
-        tables.append(_cells([record for record in records[1:] if record.get("kind") == "cell"]))
-    return {"title": TITLES[name], "lines": lines, "tables": tables, "claims": claims}
+    header, cells, curves, outcomes = records[0] if records else {}, of("cell"), of("curve"), of("outcome")
+    tables = [_table(outcome, str(header["data"])) for outcome in outcomes]
+    return {
+        "title": str(header.get("title", settings["experiment"])),
+        "lines": [Line(str(c["name"]), str(c["panel"]), {"loss": _numbers([c["f"]])}) for c in curves],
+        "tables": [*tables, _cells(cells)] if cells else tables,
+        "claims": [_claim(**claim) for outcome in outcomes for claim in outcome["claims"]],
+    }
 
 
-def _cells(records: list[dict[str, Any]]) -> Grid:
+def _table(outcome: dict[str, Any], title: str) -> Table:
+    """The table of an experiment that is complete."""
+    header = [str(name) for name in outcome["header"]]
+    rows: list[Row] = [[(str(text), _leading_number(str(text))) for text in row] for row in outcome["rows"]]
+    if any(len(row) != len(header) for row in rows):
+        raise ValueError("rows of another length")
+    return Table(title, header, rows, str(outcome["note"]))
+
+
+def _claim(text: Any, holds: Any, evidence: Any) -> Claim:
+    if holds not in (True, False, None):
+        raise ValueError("a claim that neither holds nor fails")
+    return Claim(str(text), holds, str(evidence))
+
+
+def _cells(records: list[dict[str, Any]]) -> Table:
     """Every cell of a table, with the step-size that was chosen."""
-    from covary.experiments.folder import cell_from
-
     rows: list[Row] = []
     for record in records:
-        cell = cell_from(record)
-        rounds = cell.mean_rounds if math.isfinite(cell.mean_rounds) else None
+        name = record.get("name") or ", ".join(map(str, record["setting"].values()))  # version 0.1.0 wrote no name
+        eta_l, seconds, accuracy = float(record["eta_l"]), float(record["seconds"]), fmean(record["accuracy"])
+        rounds = None if None in record["rounds"] else fmean(record["rounds"])
         rows.append(
             [
-                str(cell.setting),
-                (f"{cell.eta_l:g}", cell.eta_l),
+                str(name),
+                (f"{eta_l:g}", eta_l),
                 ("not reached" if rounds is None else f"{rounds:.1f}", rounds),
-                (f"{cell.mean_accuracy:.4f}", cell.mean_accuracy),
-                (f"{cell.seconds:.1f}", cell.seconds),
+                (f"{accuracy:.4f}", accuracy),
+                (f"{seconds:.1f}", seconds),
             ]
         )
     header = ["cell", "eta_l", "rounds to the target", "best test accuracy", "seconds"]
-    return Grid("Every cell, with the step-size that was chosen", header, rows)
+    return Table("Every cell, with the step-size that was chosen", header, rows)
 
 
 def of_diagnose(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -277,6 +300,6 @@ def _stacked(seeds: list[dict[str, list[Any]]]) -> dict[str, np.ndarray]:
 def _leading_number(text: str) -> float | None:
     digits = text.split()[0].rstrip("+×%").replace(",", "").replace("k", "000") if text.split() else ""
     try:
-        return float(json.loads(digits))
-    except (ValueError, TypeError):
+        return float(digits)
+    except ValueError:
         return None
