@@ -99,6 +99,26 @@ def client_loop(
     return up, client, total / max(K, 1)
 
 
+def dry_run(exchange: Exchange, server: Any, client: Any) -> tuple[Any, Any, Any]:
+    """What goes down and up in an exchange, and the client's new state, with two steps along a made-up gradient.
+
+    For the form of the messages, and for what an algorithm computes; states may be traced.
+
+    >>> import numpy as np, covary as cv
+    >>> algorithm, x = cv.scaffold(eta_l=0.5), np.zeros(3)
+    >>> down, up, client = dry_run(algorithm.exchanges[0], algorithm.init_server(x), algorithm.init_client(x))
+    >>> down._fields, up._fields, client._fields
+    (('x', 'c'), ('dy', 'dc'), ('c_i',))
+    """
+
+    def grad(y: Any) -> Any:
+        return 3 * y
+
+    down = exchange.broadcast(server)
+    up, client, _ = client_loop(exchange, down, client, grad, [grad, grad])
+    return down, up, client
+
+
 def _outgoing(local: Any, down: Any, full_grad: Gradient, guard: Guard | None) -> tuple[Any, Gradient]:
     """What `finish` makes the upload and the new state of, past the guard."""
     if guard is None:

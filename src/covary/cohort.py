@@ -15,6 +15,7 @@ from covary.algorithm import Exchange
 from covary.blocks import Form
 from covary.client import Guard, client_work
 from covary.devices import AXIS
+from covary.plan import aggregation_weights, batch_bounds
 from covary.program import Program, World
 
 
@@ -91,18 +92,16 @@ def exchange_all(
     """All trips of one round: the new server state, this device's new client states, and the drift over the cohort."""
     fraction = len(cohort) / program.plan.n_clients
     at = cohort if program.resident else jnp.arange(len(cohort))  # rows of the layout
-    # Uniform sampling, so that each of the cohort stands for N / |S| clients: sum p_i u_i is met in expectation.
-    w = (world.layout.p[at] / fraction).astype(server[0].dtype)
-    everyone = w
-    ids, at, w, real = share(program, cohort, at, w)
+    p = world.layout.p[at]
     drift = jnp.zeros((), server[0].dtype)
     for number, trip in enumerate(trips, start=1):
+        weights = aggregation_weights(p, fraction, trip.together, server[0].dtype)
+        ids, own_at, own_weights, real = share(program, cohort, at, weights)
         down = trip.broadcast(server)
         trip_key = jax.random.fold_in(key, number)
         work = functools.partial(work_of_client, program, trip, down, trip_key, world, measured)
-        up, rows, drifts = each_client(program, work, ids, at, rows)
-        v = w / everyone.sum() if trip.together else w
-        mean = jax.tree.map(lambda leaf, v=v: total(program, v, leaf, real), up)
+        up, rows, drifts = each_client(program, work, ids, own_at, rows)
+        mean = jax.tree.map(functools.partial(total, program, own_weights, real=real), up)
         server = like(trip.aggregate(server, mean, fraction), server)
         drift += total(program, jnp.full(len(ids), 1 / len(cohort), drift.dtype), drifts, real)
     if not measured:
@@ -175,14 +174,10 @@ def work_of_client(
         def grad_of_step(k: Any) -> Callable[[Any], Any]:
             if plan.batching == "full":
                 return full_grad
-            epoch, j = k // per_epoch, k % per_epoch
-            if plan.batching == "rows":
-                low, high = j * batch, jnp.minimum((j + 1) * batch, size)
-            else:
-                low, high = j * size // per_epoch, (j + 1) * size // per_epoch
+            low, high = batch_bounds(plan.batching, batch, per_epoch, size, k)
             places = low + jnp.arange(plan.max_batch)
             inside = places < high
-            rows = fetch(order[epoch, jnp.minimum(places, size - 1)])
+            rows = fetch(order[k // per_epoch, jnp.minimum(places, size - 1)])
             return gradient(program, form, rows, inside if plan.ragged_batches else None)
 
         K = plan.max_steps if plan.steps is not None else steps

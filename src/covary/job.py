@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from covary.algorithm import Algorithm
 from covary.checks import whole
+from covary.client import dry_run
 from covary.data.folder import StreamedData
 from covary.devices import AXIS, Place, lay_out, memory
 from covary.errors import CovaryError, refused
@@ -219,14 +221,7 @@ def traffic(algorithm: Algorithm, trips: Any, x: np.ndarray) -> tuple[int, int]:
         if trip is None:
             continue
 
-        def up_of(down: Any, client: Any, trip: Any = trip) -> Any:
-            def grad(y: Any) -> Any:
-                return y
-
-            return trip.finish(trip.start(down, client, grad), down, client, grad, 1)[0]
-
-        down = jax.eval_shape(trip.broadcast, server)
-        up = jax.eval_shape(up_of, down, client)
+        down, up, _ = jax.eval_shape(functools.partial(dry_run, trip), server, client)
         total_down += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(down))
         total_up += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(up))
     return total_down, total_up
