@@ -1,4 +1,4 @@
-"""How a deployed run goes: what is set in code, and what a run configuration makes of it."""
+"""The settings of a deployed run: set in code, and overridden by a run configuration."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from covary.checks import positive, whole
 from covary.errors import CovaryError, refused
-from covary.job import direction
+from covary.job import goal_of
 from covary.plan import batches_of
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a deployed run goes. Those with a twin in `covary.simulate` mean the same."""
+    """How a deployed run goes. Settings that `covary.simulate` has too mean the same here."""
 
     rounds: int
     clients_per_round: int | float | None = None
@@ -29,11 +29,11 @@ class Settings:
     warm_start: bool = False
     weights: str = "uniform"
     target: str | None = None  # such as "accuracy >= 0.9"
-    eval_every: int = 1  # on all nodes that are there; 0 for never
+    eval_every: int = 1  # on all nodes that are online; 0 for never
     min_clients: int = 2  # nodes to wait for before the first round
     min_replies: int = 1  # a round with fewer is abandoned and tried again
-    round_timeout: float = 600.0  # seconds for a trip; who is later is left out
-    patience: float = 600.0  # seconds without a finished round, or without enough nodes, until the server gives up
+    round_timeout: float = 600.0  # seconds for an exchange; a node that replies later is left out
+    patience: float = 600.0  # seconds without a finished round, or without enough nodes, before the server gives up
     forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
     largest: float = 1e6  # uploads with larger numbers are refused
     screen: float | None = 5.0  # uploads with more than so many times the median norm are not counted
@@ -59,8 +59,8 @@ class Settings:
         if self.local_steps is not None and self.local_epochs is not None:
             came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
             raise CovaryError(f"{came} exclude each other. Give one of them.")
-        if self.target is not None and goal(self.target)[0] == "drift":
-            raise refused("target", "a loss or a metric", self.target, "Any one node can claim any drift.")
+        if self.target is not None and target_of(self.target)[0] == "drift":
+            raise refused("target", "a loss or a metric", self.target, "A single node can claim any drift.")
         for name in ("warm_start", "resume"):
             if not isinstance(getattr(self, name), bool):
                 raise refused(
@@ -106,13 +106,19 @@ def overridden(settings: Settings, wanted: Mapping[str, Any]) -> Settings:
     return replace(settings, **{name: _meant(name, value) for name, value in wanted.items() if name in ours})
 
 
-def goal(text: str) -> tuple[str, float, float]:
-    """ "accuracy >= 0.9" as a name, +1 to rise or -1 to fall, and the value."""
+def target_of(text: str) -> tuple[str, float, float]:
+    """A target such as "accuracy >= 0.9": the metric's name, +1 to rise or -1 to fall, and the value.
+
+    >>> target_of("loss <= 0.1"), target_of("accuracy 0.9")
+    (('loss', -1.0, 0.1), ('accuracy', 1.0, 0.9))
+    """
     found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)?\s*([-+.\de]+)\s*", text) if isinstance(text, str) else None
     try:
         if found is None:
             raise ValueError
-        name, way, value = found[1], found[2], float(found[3])
+        name, *way, value = found[1], *filter(None, [found[2]]), float(found[3])
     except ValueError:
         raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.") from None
-    return name, {"<=": -1.0, ">=": 1.0, None: direction(name)}[way], value
+    target = goal_of((name, *way, value), names=(name,))
+    assert target is not None
+    return target
