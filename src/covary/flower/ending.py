@@ -1,4 +1,4 @@
-"""How a deployed run ended: written by the server as it goes, and read by whoever wants to know."""
+"""How a deployed run ended: written by its server, and read by `covary status`."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Membership:
             self.newest = max(self.newest, epoch)
             self.lost.add(name)
 
-    # Who is there
+    # Who is online
 
     def meet(self) -> dict[str, int]:
         """The members that are online, when there are enough; new nodes are let in first."""
@@ -92,13 +92,13 @@ class Membership:
             time.sleep(0.5)
 
     def _end_waiting(self, online: dict[str, int], needed: int) -> None:
-        """After waiting in vain: a lockstep algorithm can drop members that are gone; else the run ends."""
+        """When the time is up: a lockstep algorithm can drop the absent members; otherwise the run ends."""
         settings = self.run.settings
         absent = tuple(name for name in self.run.ledger.members if name not in online)
         if self.run.algorithm.lockstep and settings.forget_after is not None and online and absent:
             self.new_epoch(f"{', '.join(absent)} did not come back", absent)
             return
-        refused = f" {len(self.waiting)} answered and were not let in: see the log above." if self.waiting else ""
+        refused = f" {len(self.waiting)} were asked and not let in: see the log above." if self.waiting else ""
         raise CovaryError(
             f"{len(online)} nodes are online after {settings.patience:g} s, and {needed} are needed.{refused} Check "
             "that the nodes are running and registered. The rounds that were counted are saved: start again with "
@@ -185,7 +185,7 @@ class Membership:
         self.new_epoch(f"control variates were lost by {', '.join(lost)}", out)
 
     def count_absences(self, online: Iterable[str]) -> None:
-        """Note who was there in a round. It is written down when the round is counted."""
+        """Note which members were online in a round. It is written down when the round is counted."""
         members = self.run.ledger.members
         for name, member in members.items():
             members[name] = member._replace(absent=0 if name in online else member.absent + 1)

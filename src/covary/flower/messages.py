@@ -1,4 +1,4 @@
-"""Messages to nodes and their replies: whatever one node sends or fails to send, the others go on."""
+"""Messages to nodes, and their replies: what one node sends, or fails to send, does not stop the others."""
 
 from __future__ import annotations
 

@@ -44,7 +44,17 @@ def serve(
     settings: Settings,
     evaluate: Callable[[np.ndarray], Mapping[str, float]] | None = None,
 ) -> Run:
-    """Run the rounds over a grid and return what `simulate` would: for a ServerApp of your own, or for tests."""
+    """Run the rounds over a grid and return what `simulate` would: for a ServerApp of your own, or for tests.
+
+    >>> import covary as cv
+    >>> from flwr.serverapp import ServerApp
+    >>> from covary.flower import Settings, serve
+    >>> app, model = ServerApp(), cv.models.logistic_regression(64, 10)
+    >>> @app.main()
+    ... def main(grid, context):
+    ...     run = serve(grid, cv.scaffold(eta_l=0.3), model, Settings(rounds=20, local_epochs=1, checkpoint="digits"))
+    ...     print(run.history["loss"][-1])
+    """
     folder = Path(settings.checkpoint)
     with held(folder, HELD):
         with ending(folder, settings.rounds) as end:
@@ -145,8 +155,8 @@ class Server:
         """Measure the round just done, if that is due, and write it down. True if the run has met its target."""
 
         def measure() -> dict[str, Any]:
-            there = self.members.meet() if online is None else online
-            return evaluate(self.deployment, self.members, there, self.on_server)
+            nodes = self.members.meet() if online is None else online
+            return evaluate(self.deployment, self.members, nodes, self.on_server)
 
         return self.record.finish(measure)
 
@@ -211,11 +221,11 @@ class Server:
             raise refused("min_replies", f"at most {S}", s.min_replies, fix)
         if unvisited:
             return unvisited[:S]
-        there = self.deployment.by_number(online)
+        names = self.deployment.by_number(online)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(s.seed), number), 0)
         if self.attempt:
             key = jax.random.fold_in(key, self.attempt)
-        return [there[k] for k in np.asarray(sample(key, len(there), min(S, len(there))))]
+        return [names[k] for k in np.asarray(sample(key, len(names), min(S, len(names))))]
 
     # One exchange of a round
 

@@ -18,7 +18,12 @@ from covary.plan import batches_of
 
 @dataclass(frozen=True)
 class Settings:
-    """How a deployed run goes. Settings that `covary.simulate` has too mean the same here."""
+    """The settings of a deployed run. Those that `covary.simulate` has too mean the same here.
+
+    >>> from covary.flower import Settings
+    >>> Settings(rounds=20, local_epochs=1, batch_size=0.1, target="accuracy >= 0.9").min_clients
+    2
+    """
 
     rounds: int
     clients_per_round: int | float | None = None

@@ -32,7 +32,7 @@ class StateFolder:
     ...     state.admit("0" * 32)
     ...     state.admit("1" * 32)
     Traceback (most recent call last):
-    covary.flower.refusals.BeyondLimit: most_jobs: this node allows 1; the server asks for 2. Raise most_jobs to go on.
+    covary.flower.refusals.BeyondLimit: most_jobs: this node allows 1; the server asks for 2. Raise it to allow more.
     """
 
     def __init__(self, path: Path, limits: Limits):
@@ -99,7 +99,7 @@ class StateFolder:
 
 def _within(limit: str, came: int, most: int) -> None:
     if came > most:
-        raise BeyondLimit(limit, f"{most:,}", f"{came:,}", f"Raise {limit} to go on.")
+        raise BeyondLimit(limit, f"{most:,}", f"{came:,}", "Raise it to allow more.")
 
 
 def state_folder(state: str | Path | None, config: Any, limits: Limits) -> StateFolder:

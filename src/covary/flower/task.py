@@ -20,7 +20,7 @@ class Task(NamedTuple):
     training: dict[str, Any]  # local_steps, local_epochs, batch_size
     seed: int
     round: int
-    trip: int = 1  # which of the round's exchanges
+    trip: int = 1  # the number of the exchange in its round, under the name that it has on the wire
     warm: bool = False  # it belongs to the warm start
     steps: int | None = None  # K, where the server forms from it what option II leaves unsent
     number: int = 0  # i
