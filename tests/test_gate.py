@@ -28,10 +28,10 @@ from covary.flower.node import (
     Node,
     _environment,
     approve,
+    check_gate,
     check_key,
     check_port,
     compare_clocks,
-    knock,
     node_config,
     why_ended,
 )
@@ -314,15 +314,15 @@ def test_a_gate_answers(folder):
     with Server(folder, a_gate) as server:
         for host in ("127.0.0.1", "localhost"):
             place = f"{host}:{server.port}"
-            assert knock(place, folder / "ca.crt") == (True, f"{place} answers. The clocks agree.")
+            assert check_gate(place, folder / "ca.crt") == (True, f"{place} answers. The clocks agree.")
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
 def test_a_superlink_that_is_down_is_waited_for(folder, status):
     with Server(folder, lambda method, path: (status if path == "/health" else 404, {})) as server:
-        answer = knock(server.address, folder / "ca.crt")
+        answer = check_gate(server.address, folder / "ca.crt")
         assert not answer.up
-        assert "the node waits for it" in answer.told
+        assert "the node waits for it" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_superlink_that_is_down_is_waited_for(folder, status):
 )
 def test_a_clock_that_flower_refuses_is_refused_with_both_times_and_the_fix(folder, offset, told):
     with Server(folder, at(offset)) as server, pytest.raises(CovaryError, match="timedatectl set-ntp true") as error:
-        knock(server.address, folder / "ca.crt")
+        check_gate(server.address, folder / "ca.crt")
     assert told.split(" s ")[1] in str(error.value)
     assert str(error.value).count(":") >= 4
 
@@ -338,7 +338,7 @@ def test_a_clock_that_flower_refuses_is_refused_with_both_times_and_the_fix(fold
 @pytest.mark.parametrize("offset", [100, 290, 10])
 def test_a_clock_that_flower_tolerates_is_warned_of(folder, offset):
     with Server(folder, at(offset)) as server:
-        assert "Warning: This clock is" in knock(server.address, folder / "ca.crt").told
+        assert "Warning: This clock is" in check_gate(server.address, folder / "ca.crt").text
 
 
 def test_the_tolerance_is_flowers():
@@ -357,24 +357,24 @@ def test_each_way_not_to_reach_a_gate_has_its_own_reason(folder, tmp_path):
     make_certificates(tmp_path)
     ca = folder / "ca.crt"
     with Server(folder, a_gate) as server, pytest.raises(CovaryError, match="does not vouch for the certificate"):
-        knock(server.address, tmp_path / "ca.crt")
+        check_gate(server.address, tmp_path / "ca.crt")
     with pytest.raises(CovaryError, match="Nothing listens at"):
-        knock(f"127.0.0.1:{free_port()}", ca)
+        check_gate(f"127.0.0.1:{free_port()}", ca)
     with pytest.raises(CovaryError, match="does not resolve"):
-        knock("superlink.invalid:443", ca)
+        check_gate("superlink.invalid:443", ca)
     with Server(folder, a_gate, tls=False) as server, pytest.raises(CovaryError, match="does not speak TLS"):
-        knock(server.address, ca)
+        check_gate(server.address, ca)
     with Server(folder, lambda method, path: (200, {})) as server, pytest.raises(CovaryError, match="for the gate"):
-        knock(server.address, ca)  # a SuperLink without a gate shows its documentation
-    with Server(folder, lambda method, path: (404, {})) as server, pytest.raises(CovaryError, match="as no gate"):
-        knock(server.address, ca)
+        check_gate(server.address, ca)  # a SuperLink without a gate shows its documentation
+    with Server(folder, lambda method, path: (404, {})) as server, pytest.raises(CovaryError, match="is not the gate"):
+        check_gate(server.address, ca)
     for name in ("superlink", "https://superlink:443", "superlink:", "super link:443"):
         with pytest.raises(CovaryError, match="must be host:port"):
-            knock(name, ca)
+            check_gate(name, ca)
     (tmp_path / "empty").write_text("no certificate")
     for name, told in (("none", "No such file"), ("empty", "is not a certificate")):
         with pytest.raises(CovaryError, match=told):
-            knock("127.0.0.1:1", tmp_path / name)
+            check_gate("127.0.0.1:1", tmp_path / name)
 
 
 def test_a_private_key_is_private(tmp_path):
@@ -578,7 +578,7 @@ def test_the_reason_is_the_nearest_one(tmp_path):
         assert "flwr supernode register hospital-a.pub" in why_ended(node, ["[code: 2004] Failed to activate"], 1)
         assert "no longer accepts" in why_ended(node, ["SuperNode terminated gracefully."], 0)
         assert why_ended(node, ["ERROR: the disk is full", "Bye"], 1) == "ERROR: the disk is full"
-        assert why_ended(node, ["Bye"], -9) == "flower-supernode ended with status -9 and said: Bye"
+        assert why_ended(node, ["Bye"], -9) == "flower-supernode ended with status -9. Its last line: Bye"
     assert "Nothing listens at" in why_ended(node, ["ERROR: the disk is full"], 1)
     with Server(tmp_path, at(-60)) as server:
         late = Node(server.address, tmp_path / "ca.crt", tmp_path / "hospital-a", tmp_path / "state", ())

@@ -212,7 +212,7 @@ def test_a_killed_superlink_comes_back_with_its_nodes(here, checkpoint):
     here.kill("cut off")
     until(lambda: outcome(checkpoint).state == "killed")
     for name in NODES:  # they wait, and say for what
-        here.wait_for("The SuperLink behind it does not: the node waits for it", name)
+        here.wait_for("The SuperLink behind it is down: the node waits for it", name)
     here.start_link()
     trained(here, checkpoint, "gone on", resume=True, rounds=outcome(checkpoint).rounds_done + 1)
     assert all(here.processes[name].poll() is None for name in NODES)
