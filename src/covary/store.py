@@ -1,4 +1,4 @@
-"""Client states outside the devices: in host memory, or in a file that holds only clients ever sampled."""
+"""Stores keep client states outside the devices: in host memory, or on disk for the clients sampled so far."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import numpy as np
 from covary.durable import content_of, refuse_links, replace
 from covary.errors import CovaryError, refused
 
-BLOCK = 1024  # clients read at a time when all are
-OWNER = "run"  # the file of a store's folder that names the run with checkpoints whose states these are
+BLOCK = 1024  # clients read at a time when all are read
+OWNER = "run"  # the file in a store's folder with the id of the checkpointed run that owns the states
 
 
 class HostStore:
@@ -35,7 +35,9 @@ class HostStore:
 
     def __init__(self, row: Any, n_clients: int):
         def for_all(leaf: np.ndarray) -> np.ndarray:
-            rows = np.zeros((n_clients, *leaf.shape), leaf.dtype)  # takes memory only where something else is written
+            rows = np.zeros(
+                (n_clients, *leaf.shape), leaf.dtype
+            )  # the system allocates memory only where a row is written
             if leaf.any():
                 rows[:] = leaf
             return rows
@@ -51,11 +53,12 @@ class HostStore:
 
 
 class DiskStore:
-    """The states of all clients in a folder, one file a field, with rows in the order in which clients were first seen.
+    """The states of all clients in a folder, one file per field, with rows in the order in which clients are first
+    sampled.
 
-    Rows are read and written by position, not through a memory map: memory then holds the cohort alone, and a full
-    disk is an error that can be told, not a crash. Clients never written have the initial row and take no space, and
-    a cohort of new clients is one write at the end of the file.
+    Rows are read and written by position, not through a memory map: memory then holds only the cohort, and a full
+    disk raises an error instead of a crash. A client never written has the initial row and takes no space. A cohort
+    of new clients is one write at the end of the file.
 
     >>> from covary.algorithms.scaffold import Client
     >>> store = DiskStore(Client(np.zeros(3)), n_clients=10**6)
@@ -65,9 +68,9 @@ class DiskStore:
     """
 
     def __init__(self, row: Any, n_clients: int, folder: Path | None = None, owner: str | None = None):
-        """In a folder of the user's, or else in files that are gone as soon as this process is, however it ends.
+        """In the given folder, or else in temporary files that disappear when the process ends, even by a crash.
 
-        `owner` names a run with checkpoints: what it left in the folder when it was stopped is removed.
+        `owner` is the id of a run with checkpoints. States that the same run left in the folder are removed.
         """
         self.folder, self.row = folder, row
         temporary = tempfile.TemporaryDirectory(prefix="covary-clients-") if folder is None else None
@@ -82,17 +85,17 @@ class DiskStore:
             for number, (key, leaf) in enumerate(leaves)
         ]
         if temporary:
-            temporary.cleanup()  # the open files are read and written all the same
+            temporary.cleanup()  # the open files remain readable and writable
 
     def save_places(self) -> None:
-        """Beside the rows, where each client's is: without it, they could not be told apart later."""
+        """Save the row number of each client, which a later reader of the folder needs."""
         if self.folder is not None:
             content = io.BytesIO()
             np.save(content, self.places)
             try:
                 replace(self.folder / "places.npy", content.getvalue())
             except OSError as error:
-                fix = "Free some space, or give another folder."
+                fix = "Free some space, or choose another folder."
                 raise CovaryError(f"{self.folder} cannot be written to ({error.strerror}). {fix}") from error
 
     @property
@@ -102,7 +105,7 @@ class DiskStore:
 
     @property
     def clients(self) -> Any:
-        """The fields, read when they are looked at."""
+        """The fields; rows are read when they are indexed."""
         initial = jax.tree.leaves(self.row)
         return jax.tree.unflatten(self._form, [Rows(self, f, r) for f, r in zip(self.files, initial, strict=True)])
 
@@ -120,12 +123,12 @@ class DiskStore:
 
 
 def _take_over(folder: Path, owner: str) -> None:
-    """Make a folder that the same run used before empty again: its checkpoint has the states to go on with."""
+    """Empty a folder that the same run used before; its checkpoint has the states to resume from."""
     refuse_links(folder)
     mark = folder / OWNER
     if mark.exists():
         if content_of(mark, 100).decode(errors="replace") != owner:
-            fix = "Give a new folder: what another run left is not overwritten."
+            fix = "Choose a new folder: the states of another run are not overwritten."
             raise refused("store", "a folder without client states of another run", str(folder), fix)
         for path in [*folder.glob("*.rows"), folder / "places.npy"]:
             path.unlink(missing_ok=True)
@@ -138,7 +141,7 @@ def _take_over(folder: Path, owner: str) -> None:
 
 
 class Rows:
-    """One field of a disk store, indexed like an array of shape (N, d); an index reads those rows."""
+    """One field of a disk store, indexed like an array of shape (N, d). An index reads only its rows."""
 
     def __init__(self, store: DiskStore, file: RowFile, initial: np.ndarray):
         self._store, self._file, self._initial = store, file, initial
@@ -148,11 +151,13 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As an array of NumPy's, for indices that begin with clients; only the rows of these are read."""
+        """The rows of some clients as a NumPy array; the first index selects clients."""
         parts: Any = (index or (slice(None),)) if isinstance(index, tuple) else (index,)
         first, rest = parts[0], parts[1:]
         if first is None or first is Ellipsis or np.ndim(first) > 1:
-            raise IndexError(f"states on disk are indexed by client first, got {first!r}; np.asarray(...) reads all")
+            raise IndexError(
+                f"states on disk need an index of clients first; got {first!r}. np.asarray(...) reads all states."
+            )
         places = self._store.places[first]
         flat = np.atleast_1d(places)
         rows = np.empty((len(flat), *self.shape[1:]), self.dtype)
@@ -175,7 +180,7 @@ class Rows:
 
 
 class RowFile:
-    """A file of equal rows, read and written by their number; neighbours in one go."""
+    """A file of rows of equal size, read and written by row number; consecutive rows take one call."""
 
     def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: Any, mode: str, skip: int = 0):
         self.row_shape, self.dtype, self._skip = row_shape, np.dtype(dtype), skip
@@ -184,7 +189,7 @@ class RowFile:
         try:
             self._file = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
         except FileExistsError:
-            fix = "Give a new folder: states of another run are not overwritten."
+            fix = "Choose a new folder: the states of another run are not overwritten."
             raise refused("store", "a folder without client states", str(path), fix) from None
         self._close = weakref.finalize(self, os.close, self._file)
         self._path = path
@@ -196,12 +201,12 @@ class RowFile:
         return out
 
     def read_into(self, out: np.ndarray, first: int) -> None:
-        """Fill `out`, one row or several, from row `first` on."""
+        """Fill `out`, one or several rows, starting at row `first`."""
         view, at = _bytes(out), self._skip + first * self._bytes
         while view:
             got = os.preadv(self._file, [view], at)
             if got == 0:
-                raise CovaryError(f"{self._path} ends before row {first}: it was cut short. Make it again.")
+                raise CovaryError(f"{self._path} is truncated: it ends before row {first}. Write it again.")
             view, at = view[got:], at + got
 
     def write(self, places: np.ndarray, rows: np.ndarray) -> None:
@@ -214,36 +219,36 @@ class RowFile:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                         raise
                     raise CovaryError(
-                        f"The disk is full: client states could not be written to {self._path} ({error.strerror}). "
-                        "Free some space, or give another folder: store='/path/with/room'."
+                        f"The disk is full: client states cannot be written to {self._path} ({error.strerror}). "
+                        "Free some space, or choose another folder: store='/path/with/space'."
                     ) from error
                 view, at = view[done:], at + done
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where neighbours follow each other: (first, one past the last) for each such run."""
+    """The ranges of consecutive rows: (first, one past the last) of each."""
     ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
 
 
 def _name(path: Any, number: int) -> str:
-    """The field's own name where that can be a file's, else its number."""
+    """The field's name if it is a valid file name, else its number."""
     name = jax.tree_util.keystr(path).strip(".")
     return name if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) else str(number)
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """A contiguous array's memory."""
+    """The memory of a contiguous array."""
     flat: Any = array.reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | None = None) -> np.ndarray:
-    """sum p_i c_i over all clients, in float64 whatever the states' precision, a block of clients at a time."""
+    """sum p_i c_i over all clients, in float64 for any precision of the states, a block of clients at a time."""
     rows = getattr(clients, field)
     ids = np.arange(len(p))
     total = np.zeros(rows.shape[1:])
-    if seen is not None and not seen.all():  # all the others have one and the same row
+    if seen is not None and not seen.all():  # all other clients have the initial row
         total += p[~seen].sum() * np.asarray(rows[int(np.flatnonzero(~seen)[0])], float)
         ids = ids[seen]
     for block in np.split(ids, range(BLOCK, len(ids), BLOCK)):
