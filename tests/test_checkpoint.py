@@ -89,7 +89,7 @@ def test_a_signal_saves_and_says_so(number, tmp_path):
             os.kill(os.getpid(), number)
 
     call = {"rounds": 120, "checkpoint": tmp_path, "checkpoint_every": 50, **SETTINGS}
-    with pytest.raises(Interrupted, match="goes on from there") as stopped:
+    with pytest.raises(Interrupted, match="the same call resumes it") as stopped:
         cv.simulate(cv.scaffold(0.05), problem(), log=log, **call)
     assert 8 <= stopped.value.round <= 50
     run = cv.simulate(cv.scaffold(0.05), problem(), **call)

@@ -102,4 +102,4 @@ def test_bench_works(tmp_path):
 def test_bench_refuses_what_it_does_not_have(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
-    assert "PARTS must be some of rounds, sweep, cnn, first, growth" in done.stderr
+    assert "PARTS must be any of rounds, sweep, cnn, first, growth" in done.stderr

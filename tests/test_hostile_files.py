@@ -108,13 +108,13 @@ def test_a_pipe_is_not_waited_for(saved):
 def test_a_file_of_a_huge_size_is_not_read(kind, saved):
     for path in saved.glob(f"{kind}-*"):
         sparse(path)
-    with damage("at most .* can be right"):
+    with damage("at most .* are allowed"):
         go_on(saved)
 
 
 @contextlib.contextmanager
 def damage(says):
-    """Each checkpoint is told of as damaged, for this reason, until there is none left."""
+    """Every checkpoint is reported as damaged, for this reason, until none is left."""
     with pytest.warns(CheckpointWarning, match=says), harmless("Every checkpoint in .* is damaged"):
         yield
 
