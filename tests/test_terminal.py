@@ -10,7 +10,7 @@ import sys
 import click
 import pytest
 import typer
-from helpers import covary
+from helpers import covary, covary_process
 
 from covary.cli import app
 
@@ -37,7 +37,7 @@ def test_every_command_speaks_to_programs_and_has_an_example(path):
 
 
 def test_json_is_one_object_and_progress_is_beside_it(tmp_path):
-    done = covary(*RUN, "--json", cwd=tmp_path)
+    done = covary_process(*RUN, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["rounds"], answer["reached"], answer["diverged"]) == (6, None, None)
@@ -51,7 +51,7 @@ def test_json_is_one_object_and_progress_is_beside_it(tmp_path):
 def test_quiet_is_quiet_but_for_errors(tmp_path):
     done = covary(*RUN, "--quiet", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    refused = covary("run", "nonsense", "--quiet", "--json", cwd=tmp_path)
+    refused = covary_process("run", "nonsense", "--quiet", "--json", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("Error: ALGORITHM must be one of")
 
