@@ -5,9 +5,12 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from helpers import HANGS, covary, covary_process, wait_until
+
+from covary.bench import measure
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
@@ -84,8 +87,16 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     assert "eta_l was 0.3 and is 0.5" in refused.stderr
 
 
-def test_bench_works(tmp_path):
-    done = covary("bench", "rounds", "sweep", "--quick", "--no-peers", cwd=tmp_path)
+@pytest.mark.parametrize("run", [covary, pytest.param(covary_process, marks=pytest.mark.nightly)])
+def test_bench_works(run, tmp_path, monkeypatch):
+    if run is covary:  # in small, where programs are compiled but not made fast
+        training = measure._training
+        monkeypatch.setattr(measure, "_training", lambda workload, seconds: training(workload, seconds) | {"rounds": 8})
+        monkeypatch.setattr(measure, "SWEEP", {"eta_l": [0.01, 0.1]})
+        for name in ("W1", "W2"):
+            small = replace(getattr(measure, name), batch=10, features=20, hidden=8, classes=4)
+            monkeypatch.setattr(measure, name, small)
+    done = run("bench", "rounds", "sweep", "--quick", "--no-peers", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "One round of W1" in done.stdout
     assert "Sweep of 24" in done.stdout

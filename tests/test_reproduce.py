@@ -33,6 +33,7 @@ def test_fig3(tmp_path):
     assert found["SCAFFOLD improves with more local steps: K = 10 is faster than K = 2, which is faster than SGD."]
 
 
+@pytest.mark.nightly
 @needs_data
 def test_table3_quick(tmp_path):
     outcome = reproduced("table3", tmp_path)
@@ -43,6 +44,7 @@ def test_table3_quick(tmp_path):
     assert len(body) == 12
 
 
+@pytest.mark.nightly
 @needs_data
 def test_table4_quick(tmp_path):
     found = verdicts(reproduced("table4", tmp_path))
@@ -50,6 +52,7 @@ def test_table4_quick(tmp_path):
     assert found["scaffold slows down sub-linearly: 4 times fewer clients, under 4 times the rounds."]
 
 
+@pytest.mark.nightly
 @needs_data
 def test_table5_quick(tmp_path):
     outcome = reproduced("table5", tmp_path)
