@@ -84,7 +84,7 @@ def plain_server(
     return server, clients
 
 
-HANGS = 1800.0  # seconds that nothing takes, however busy the machine: a test that waits for as long says for what
+HANGS = 1800  # seconds that nothing takes, however busy the machine: a test that waits for as long says for what
 
 
 def covary(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def wait_until(happened: Callable[[], Any], what: str, process: subprocess.Popen
     while not happened():
         ended = process is not None and process.poll() is not None and not happened()
         assert not ended, f"the process ended with {process and process.returncode} while waiting until {what}"
-        assert time.monotonic() < deadline, f"waited {HANGS:g} s in vain until {what}"
+        assert time.monotonic() < deadline, f"waited {HANGS} s in vain until {what}"
         time.sleep(0.05)
 
 

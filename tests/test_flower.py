@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from helpers import HANGS
 from loopback import LoopbackGrid
 from typer.testing import CliRunner
 
@@ -61,7 +62,7 @@ def jax_apps(folder, data, model=MODEL, **options):
 
 
 def deploy(folder, grid, algorithm, rounds=4, model: Any = MODEL, **settings):
-    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": 60.0, **ROUND, **settings}
+    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": HANGS, **ROUND, **settings}
     return serve(grid, algorithm, model, Settings(rounds, **settings))
 
 
