@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from helpers import HANGS
 from loopback import LoopbackGrid
 from typer.testing import CliRunner
 
@@ -559,12 +560,12 @@ def test_a_superlink_that_is_gone_ends_the_run_after_patience_and_frees_the_chec
 
     class Gone(LoopbackGrid):
         def get_nodes(self) -> Any:
-            gone.wait(60)  # as Flower's grid, which tries again without limit
+            gone.wait(HANGS)  # as Flower's grid, which tries again without limit
             return []
 
     with pytest.raises(CovaryError, match=r"The SuperLink has not answered for 0\.2 s.*resume=true"):
         deploy(tmp_path, Gone({}), cv.scaffold(0.3), 2, min_clients=1, patience=0.1)
     gone.set()
     assert outcome(tmp_path / "server").state == "stopped"
-    deploy(tmp_path, grid_of(tmp_path, parts()), cv.scaffold(0.3), 2, resume=True, patience=60.0)
+    deploy(tmp_path, grid_of(tmp_path, parts()), cv.scaffold(0.3), 2, resume=True, patience=HANGS)
     assert outcome(tmp_path / "server").reached

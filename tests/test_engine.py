@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, random_quadratics, small_logistic
+from helpers import HANGS, ROOT, random_quadratics, small_logistic
 
 import covary as cv
 from conftest import MODES
@@ -99,7 +99,7 @@ def test_two_processes_on_loopback_give_the_numbers_of_one(tmp_path):
     ]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=HANGS)
             assert process.returncode == 0, errors.decode()[-2000:]
     finally:
         for process in processes:
@@ -216,7 +216,7 @@ def test_a_full_disk_is_told(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "cv.simulate(cv.scaffold(0.1), small_logistic([5] * 50), 3, **how)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
     assert "covary.errors.CovaryError: The disk is full" in done.stderr
 
 
@@ -444,7 +444,7 @@ def test_a_users_own_settings_of_jax_stand(environment, code, count):
         "; print(len(jax.devices()), jax.config.jax_compilation_cache_dir)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) == (count or machine.cores())

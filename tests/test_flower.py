@@ -11,6 +11,7 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
+from helpers import HANGS
 from loopback import LoopbackGrid
 from typer.testing import CliRunner
 
@@ -64,7 +65,7 @@ def jax_apps(folder, data, model=MODEL, **options):
 
 
 def deploy(folder, grid, algorithm, rounds=4, model: Any = MODEL, **settings):
-    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": 60.0, **ROUND, **settings}
+    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": HANGS, **ROUND, **settings}
     return serve(grid, algorithm, model, Settings(rounds, **settings))
 
 

@@ -13,6 +13,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from helpers import HANGS
 from killed import problem
 from typer.testing import CliRunner
 
@@ -33,10 +34,10 @@ def harmless(says):
     """Refused with these words, within a minute, and without much memory."""
 
     def stop(number, frame):
-        raise AssertionError("still busy after a minute")
+        raise AssertionError(f"still busy after {HANGS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
+    signal.alarm(HANGS)
     tracemalloc.start()
     try:
         with pytest.raises(cv.CovaryError, match=says):

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import small_logistic
+from helpers import HANGS, small_logistic
 from typer.testing import CliRunner
 
 import covary as cv
@@ -244,12 +244,12 @@ def test_mlflow_without_a_database_library_says_what_is_missing(tmp_path):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None\nimport covary as cv; cv.trackers.mlflow(uri='sqlite:///runs.db')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
     assert "CovaryError: MLflow cannot open its store" in done.stderr
     assert "pip install 'covary[mlflow]'" in done.stderr
 
 
 def test_importing_covary_imports_no_tracker():
     code = "import sys, covary; print({'tensorboardX', 'mlflow', 'wandb'} & set(sys.modules) or 'none')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS)
     assert done.stdout.strip() == "none", done.stderr
