@@ -8,6 +8,7 @@ from helpers import optimum, random_quadratics, small_logistic
 
 import covary as cv
 from covary import algorithms
+from covary.client import client_loop, client_work
 
 A, b = random_quadratics(N=6, d=4, G=2.0)
 K = 5
@@ -101,3 +102,33 @@ def test_same_seed_same_bits_and_another_step_size_needs_no_compilation(algorith
     for name in first.history:
         np.testing.assert_array_equal(first.history[name], second.history[name])
     assert not np.array_equal(first.x, other.x)
+
+
+@ALGORITHMS
+def test_a_clients_work_is_the_same_in_the_engine_and_in_a_plain_loop(algorithm):
+    """With one step and with some, where K is known and where it is not; what a guard changes, changes as it says."""
+    rng, x = np.random.default_rng(0), np.ones(4)
+    server, client = (
+        type(s)(*rng.normal(size=(len(s), 4))) for s in (algorithm.init_server(x), algorithm.init_client(x))
+    )
+    full_grad = lambda y: A[0] @ y + b[0]  # noqa: E731
+
+    def grad_of_step(k):
+        return lambda y: A[1] @ y + k
+
+    for trip in (*algorithm.exchanges, *algorithm.trips(3), *filter(None, [algorithm.warm_start])):
+        given = trip, trip.broadcast(server), client, full_grad
+        one = client_loop(*given, [grad_of_step(0)])
+        some = client_loop(*given, [grad_of_step(k) for k in range(3)])
+        guarded = client_loop(*given, [grad_of_step(0)], lambda vector, which: (0.5 + which) * vector)
+        for name, factor in (("dy", 0.5), ("g", 1.5)):
+            if hasattr(one[0], name):
+                np.testing.assert_allclose(getattr(guarded[0], name), factor * getattr(one[0], name), rtol=1e-12)
+        with jax.disable_jit():
+            same = [
+                (client_work(*given, grad_of_step, 1, 1), one),
+                (client_work(*given, grad_of_step, jnp.asarray(3), 5), some),
+                (client_work(*given, grad_of_step, 3, 3, measured=False), (*some[:2], 0.0)),
+            ]
+        for ours, theirs in same:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ours, theirs)

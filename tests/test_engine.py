@@ -19,6 +19,7 @@ from helpers import HANGS, ROOT, random_quadratics, small_logistic
 import covary as cv
 from conftest import MODES
 from covary._engine import place, store
+from covary._engine.cohort import sample
 from covary._engine.rounds import compiled, compiled_sample
 from covary.runs import machine
 
@@ -141,6 +142,22 @@ def test_cohorts_are_uniform_and_without_repetition(N, S):
     # The spread of a cohort's mean is that of sampling without replacement.
     expected = (N**2 - 1) / 12 / S * (N - S) / (N - 1)
     np.testing.assert_allclose(cohorts.mean(axis=1).var(), expected, rtol=0.15)
+
+
+@pytest.mark.parametrize(("N", "S"), [(4097, 9), (5041, 71)])
+def test_few_of_many_clients_are_drawn_by_floyds_method(N, S):
+    key, drawn = jax.random.key(3), set()
+    for k in range(S):
+        last = N - S + k
+        one = int(jax.random.randint(jax.random.fold_in(key, k), (), 0, last + 1))
+        drawn.add(last if one in drawn else one)
+    assert sample(key, N, S).tolist() == sorted(drawn)
+
+
+@pytest.mark.parametrize(("N", "S"), [(4096, 9), (5041, 72)])
+def test_other_cohorts_are_jaxs_own_choice(N, S):
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(sample(key, N, S), np.sort(jax.random.choice(key, N, (S,), replace=False)))
 
 
 def test_the_disk_holds_only_clients_ever_sampled(tmp_path):

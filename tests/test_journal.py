@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import covary as cv
+from covary.algorithms.common import Change
+from covary.algorithms.scaffold import Up
 from covary.client import client_loop
+from covary.errors import CovaryError
 from covary.flower import merge as honest
 from covary.flower.journal import ClientJournal, Ledger, Member, Order
 from covary.flower.merge import Reply, merge
-from covary.flower.refusals import Refused, StateLost
+from covary.flower.refusals import NotFinite, Refused, SharedState, Stale, StateLost
 
 D, K, ALGORITHM = 2, 2, cv.scaffold(eta_l=0.1, option="I")
 (TRIP,) = ALGORITHM.exchanges
@@ -286,6 +290,211 @@ class World:
 
 def arrays_of(state: Any) -> dict[str, np.ndarray]:
     return {f"server.{name}": value for name, value in state._asdict().items()}
+
+
+# Each rule by itself
+
+
+START, ONE, TWO = {"c_i": np.zeros(D)}, {"c_i": np.array([3.0, 4.0])}, {"c_i": np.ones(D)}
+
+
+def order(seq: int, token: str = "", counted: str = "", epoch: int = 0, member: str = "a") -> Order:
+    return Order("job", epoch, seq, token, counted, member)
+
+
+def journal_of_two_uploads() -> ClientJournal:
+    """The first is counted and committed, the second is pending."""
+    journal = ClientJournal(MemoryDisk())
+    for seq, counted, state in ((0, "", ONE), (1, "token 0", TWO)):
+        given = order(seq, f"token {seq}", counted)
+        journal.begin(given, lambda: START)
+        journal.prepare(given, state)
+    return journal
+
+
+def known(journal: ClientJournal) -> tuple[Any, ...]:
+    return journal.seq, journal.epoch, journal.token, journal.pending_token, journal.owner, journal.scale
+
+
+def test_a_journal_is_on_the_disk_as_it_is_in_memory():
+    journal = journal_of_two_uploads()
+    arrays, facts = journal.disk.read()
+    assert facts == {
+        "format": 1,
+        "seq": 1,
+        "epoch": 0,
+        "committed": "token 0",
+        "pending": "token 1",
+        "scale": 5.0,  # of the state that is committed
+        "owner": "a",
+    }
+    np.testing.assert_equal(arrays, {"committed.c_i": ONE["c_i"], "pending.c_i": TWO["c_i"]})
+    for same in (journal, ClientJournal(journal.disk)):
+        assert known(same) == (1, 0, "token 0", "token 1", "a", 5.0)
+        np.testing.assert_equal(same.state(0, "token 0"), ONE)
+        np.testing.assert_equal(same.state(0, "token 1"), TWO)
+        assert same.state(0, "") is same.state(1, "") is None
+        for epoch, counted in ((0, "token 2"), (1, "token 0"), (1, "token 1")):
+            with pytest.raises(StateLost):
+                same.state(epoch, counted)
+
+
+def test_a_new_journal_is_older_than_every_order():
+    journal = ClientJournal(MemoryDisk())
+    assert known(journal) == (-1, -1, "", "", "", 0.0)
+    with pytest.raises(StateLost, match=r"token 9.*\(none\)") as lost:
+        journal.begin(order(0, counted="token 9"), lambda: START)
+    assert lost.value.facts == {"epoch": -1}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        (order(1, counted="token 1"), Stale, "1"),
+        (order(0, counted="token 1"), Stale, "0"),
+        (order(2, epoch=-1), StateLost, "-1"),
+        (order(2, counted="token 9"), StateLost, "token 9.*token 0"),
+        (order(2), StateLost, r"\(none\).*token 0"),
+        (order(2, counted="token 1", epoch=1), StateLost, "token 1"),
+        (order(2, counted="token 1", member="b"), SharedState, "a.*b"),
+    ],
+)
+def test_an_order_that_cannot_be_followed_is_refused_and_changes_nothing(given, error, said):
+    journal = ClientJournal(journal_of_two_uploads().disk)
+    before = known(journal)
+    with pytest.raises(error, match=said) as refused:
+        journal.begin(given, lambda: START)
+    assert error is not StateLost or refused.value.facts == {"epoch": 0}
+    assert known(journal)[:5] == before[:5]  # all but the scale
+
+
+def test_an_order_settles_what_is_pending():
+    for following, state, scale in (
+        (order(2, "token 2", "token 1"), TWO, 5.0),
+        (order(2, "token 2", "token 0"), ONE, 5.0),
+        (order(2, "token 2", epoch=1), START, 0.0),
+        (order(2, "token 2", "token 1", member="node-7"), TWO, 5.0),  # a name that is new after every restart
+    ):
+        journal = ClientJournal(journal_of_two_uploads().disk)
+        np.testing.assert_equal(journal.begin(following, lambda: START), state)
+        journal.prepare(following, ONE)
+        for same in (journal, ClientJournal(journal.disk)):
+            assert known(same) == (2, following.epoch, following.counted, "token 2", following.member, scale)
+            np.testing.assert_equal([same.committed, same.pending], [state, ONE])
+
+
+def test_a_state_that_is_not_finite_is_neither_kept_nor_sent():
+    journal = journal_of_two_uploads()
+    kept = journal.disk.read()
+    with pytest.raises(NotFinite):
+        journal.prepare(order(2, "token 2", "token 1"), {"c_i": np.ones(D), "h_i": np.array([0.0, np.inf])})
+    np.testing.assert_equal(journal.disk.read(), kept)
+
+
+def on_disk(ledger: Ledger) -> dict[str, Any]:
+    """The ledger's facts, after a look at whether the disk has the same."""
+    arrays, facts = ledger.disk.read()
+    np.testing.assert_equal(arrays, ledger.arrays)
+    assert facts == {name: getattr(ledger, name) for name in facts if name != "format"} | {"format": 1}
+    return facts
+
+
+def ledger_of_two() -> Ledger:
+    ledger = Ledger.create(MemoryDisk(), {"server.x": np.ones(D)}, {"weights": "uniform"})
+    ledger.join({"a": Member(0, 12, 3), "b": Member(1, 4, 2)}, ledger.arrays)
+    ledger.count(
+        {"a": "token"}, {"server.x": np.zeros(D)}, round=7, trip=1, cohort=["a"], warm=["b"], row={"loss": 1.0}
+    )
+    return ledger
+
+
+def test_a_ledger_is_on_the_disk_as_it_is_in_memory():
+    before = int(1000 * time.time())
+    ledger = Ledger.create(MemoryDisk(), {"server.x": np.ones(D)}, {"weights": "uniform"})
+    assert before <= ledger.fence <= 1000 * time.time()
+    facts = {"job": ledger.job, "fence": ledger.fence, "epoch": 0, "round": 0, "trip": 0, "cohort": [], "warm": []}
+    facts |= {"members": {}, "settings": {"weights": "uniform"}, "partial": {}, "row": {}, "format": 1}
+    assert on_disk(ledger) == facts
+    ledger = ledger_of_two()
+    facts |= {"job": ledger.job, "fence": ledger.fence, "round": 7, "trip": 1, "cohort": ["a"], "warm": ["b"]}
+    facts |= {"members": {"a": Member(0, 12, 3, "token"), "b": Member(1, 4, 2, "")}, "row": {"loss": 1.0}}
+    assert on_disk(ledger) == facts
+    ledger.partial = {"drift": 2.0}
+    ledger.write()
+    resumed = Ledger.resume(ledger.disk)
+    assert resumed.fence > ledger.fence
+    assert on_disk(resumed) == facts | {"fence": resumed.fence, "partial": {"drift": 2.0}}
+
+
+def test_orders_rise_with_every_server_though_a_clock_is_wrong():
+    ledger = ledger_of_two()
+    first, second = ledger.order("a"), ledger.order("b")
+    assert first == Order(ledger.job, 0, ledger.fence * 2**20 + 1, first.token, "token", "a")
+    assert second == Order(ledger.job, 0, ledger.fence * 2**20 + 2, second.token, "", "b")
+    assert first.token != second.token
+    ledger.fence = 10**15  # far in the future
+    ledger.write()
+    assert Ledger.resume(ledger.disk).fence == 10**15 + 1
+
+
+def test_a_new_epoch_is_beyond_all_that_are_known():
+    ledger, arrays = ledger_of_two(), {"server.x": np.full(D, 2.0)}
+    ledger.reset(arrays)
+    assert ledger.epoch == 1
+    ledger.count({"b": "token"}, arrays, trip=1, cohort=["a"], warm=["b"])
+    ledger.reset(arrays, leaving=("a",), after=5)
+    facts = on_disk(ledger)
+    assert facts["members"] == {"b": Member(0, 4, 2)}
+    assert (facts["epoch"], facts["trip"], facts["cohort"], facts["warm"]) == (6, 0, [], [])
+
+
+def test_who_joins_leaves_the_others_what_was_counted_unless_an_epoch_begins():
+    newcomer, arrays = {"c": Member(2, 5, 1)}, {"server.x": np.full(D, 2.0)}
+    for new_epoch in (False, True):
+        ledger = ledger_of_two()
+        ledger.join(newcomer, arrays, **({"new_epoch": True} if new_epoch else {}))
+        facts = on_disk(ledger)
+        assert facts["epoch"] == int(new_epoch)
+        assert facts["members"]["a"].counted == ("" if new_epoch else "token")
+        assert facts["members"]["c"] == Member(2, 5, 1)
+        assert ledger.arrays is arrays
+
+
+def test_what_another_covary_wrote_is_refused():
+    for disk, read in ((journal_of_two_uploads().disk, ClientJournal), (ledger_of_two().disk, Ledger.resume)):
+        arrays, facts = disk.read()
+        disk.write(arrays, facts | {"format": 2})
+        with pytest.raises(CovaryError, match="format 2"):
+            read(disk)
+    with pytest.raises(CovaryError, match="no checkpoint"):
+        Ledger.resume(MemoryDisk())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "weights"),
+    [
+        (cv.fedavg(0.1), Change, (0.75, 0.3)),  # N / |S| times p_i
+        (cv.scaffold(0.1, option="I"), Up, (0.75, 0.3)),
+        (cv.mime(0.1), Change, (0.75 / 1.05, 0.3 / 1.05)),  # all follow one direction: these sum to one
+    ],
+    ids=str,
+)
+def test_a_merge_is_the_weighted_mean_of_those_that_replied(algorithm, kind, weights):
+    trip, rng = algorithm.exchanges[-1], np.random.default_rng(0)
+    server = algorithm.init_server(np.ones(D, np.float32))
+    ups = {name: kind(*rng.normal(size=(len(kind._fields), D)).astype(np.float32)) for name in "ac"}
+    replies = {name: Reply("token", up, {"mean": up.dy}, 0.0) for name, up in ups.items()}
+    merged = merge(trip, server, replies, {"a": 0.5, "b": 0.3, "c": 0.2})
+    mean = kind(*(weights[0] * a + weights[1] * c for a, c in zip(ups["a"], ups["c"], strict=True)))
+    expected = arrays_of(trip.aggregate(server, mean, 2 / 3))
+    expected["buffers.mean"] = (0.75 * ups["a"].dy + 0.3 * ups["c"].dy) / 1.05
+    assert merged.keys() == expected.keys()
+    for name, array in merged.items():
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, expected[name], rtol=1e-5)
+
+
+# All of them together
 
 
 @settings(max_examples=3000, deadline=None)

@@ -90,7 +90,7 @@ def test_a_table_is_written_up_and_its_first_claim_is_scaffolds(name, rows, tmp_
         ]
 
     budget = asdict(table.QUICK)
-    header = {"data": "made up", "quick": True, "command": "", "budget": budget, **reproduce.machine()}
+    header = {"data": "made up", "quick": True, "command": "", "budget": budget, "device": "here", "versions": {}}
     outcome = reproduce.Outcome(name, header, table.rows(found(places), 200), table.claims(found(places), 200), [], 1.0)
     assert outcome.claims[0].holds
     assert not table.claims(found(places[::-1]), 200)[0].holds
