@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.core import Tracer
 
 from covary.errors import CovaryError, refused
 
@@ -54,8 +54,14 @@ def non_negative(name: str, value: Any) -> None:
         raise refused(name, "a number of 0 or more", value, "Use 0 to switch the term off.")
 
 
+def traced(value: Any) -> bool:
+    """Whether JAX traces the value, so that its number is not known yet. JAX is not loaded to find that out."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
+
+
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, Tracer):
+    if traced(value):
         return 1.0
     if hasattr(value, "update") or hasattr(value, "step") or callable(value):
         raise CovaryError(

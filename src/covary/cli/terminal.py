@@ -29,14 +29,10 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from covary._engine.checkpoint import CheckpointWarning
 from covary.errors import DivergenceWarning
-from covary.problem import ENGINE_COLUMNS
 from covary.runs.folder import plain
 from covary.trackers import TrackerWarning
 
-OURS = (DivergenceWarning, CheckpointWarning, TrackerWarning)
-UNTOLD = {*ENGINE_COLUMNS, "running"} - {"loss"}
 SECONDS = 10.0  # between two lines of progress, where there is no terminal to draw on
 
 
@@ -87,13 +83,16 @@ class Terminal:
     @contextlib.contextmanager
     def warned(self) -> Iterator[None]:
         """covary's own warnings as sentences for the user; those of libraries are for programmers."""
+        from covary._engine.checkpoint import CheckpointWarning
+
+        ours = (DivergenceWarning, CheckpointWarning, TrackerWarning)
 
         def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
-            if issubclass(category, OURS):
+            if issubclass(category, ours):
                 self.say(str(message), style="yellow")
 
         with warnings.catch_warnings():
-            for category in OURS:
+            for category in ours:
                 warnings.simplefilter("always", category)
             warnings.showwarning = show
             yield
@@ -162,13 +161,16 @@ class Lines:
             self.terminal.say(f"{name}: round {done} of {total}, {what}")
 
 
-def told(values: dict[str, float]) -> str:
+def in_words(values: dict[str, float]) -> str:
     """Metrics of a round in a few words; those that were not measured are left out.
 
-    >>> told({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
+    >>> in_words({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
     'loss 0.25'
     """
-    shown = {name: value for name, value in values.items() if name not in UNTOLD and not math.isnan(value)}
+    from covary.problem import ENGINE_COLUMNS
+
+    hidden = {*ENGINE_COLUMNS, "running"} - {"loss"}
+    shown = {name: value for name, value in values.items() if name not in hidden and not math.isnan(value)}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 
@@ -179,7 +181,7 @@ def best(values: dict[str, float]) -> str:
     'best accuracy 0.9  4 runs'
     """
     own = {name: value for name, value in values.items() if name not in ("loss", "running")}
-    seen = told(own or values)
+    seen = in_words(own or values)
     return f"{f'best {seen}  ' if seen else ''}{values['running']:g} runs"
 
 

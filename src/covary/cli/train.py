@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -16,10 +16,12 @@ from covary import trackers
 from covary.checks import whole
 from covary.cli import common, problems
 from covary.cli.common import factory_of
-from covary.cli.terminal import Bar, Lines, Terminal, best, told
+from covary.cli.terminal import Bar, Lines, Terminal, best, in_words
 from covary.errors import CovaryError, refused
 from covary.runs.folder import RunFolder
-from covary.sweep import Sweep
+
+if TYPE_CHECKING:
+    from covary.sweep import Sweep
 
 
 def run(
@@ -73,12 +75,10 @@ def run(
     terminal = Terminal(as_json, quiet)
     given = {"eta_l": eta_l, "eta_g": eta_g, "mu": mu, "alpha": alpha, "eta": eta, "option": option}
     chosen = _build(algorithm, given)
-    whole("--rounds", rounds, 1)
     tracker = _tracker(track)
-    of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
+    of = problems.divided(context)
     problem = of.problem(hidden)
-    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of)
-    options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
+    options = common.training(context, of)
     for note in of.notes:
         terminal.say(note, style="dim")
     started, begun = time.perf_counter(), False
@@ -93,12 +93,12 @@ def run(
                     folder.cut(number - 1)  # rounds after the checkpoint are done again
                     begun = True
                 folder.append({"round": number, **values})
-                progress.update(number, f"{algorithm}  {told(values)}")
+                progress.update(number, f"{algorithm}  {in_words(values)}")
                 if also is not None:
                     also(number, values)
 
             options |= {"log": log, "checkpoint": folder.checkpoint}
-            result = simulate(chosen, problem, rounds=rounds, seed=seed, **options)
+            result = simulate(chosen, problem, seed=seed, **options)
             folder.rewrite(_records(result.history))  # a line that a power failure took is there again
         seconds = time.perf_counter() - started
         last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v) and name != "round"}
@@ -163,12 +163,10 @@ def sweep(
     grid = {"eta_l": _numbers("--eta-l", eta_l)}
     if eta_g is not None:
         grid["eta_g"] = _numbers("--eta-g", eta_g)
-    of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
+    of = problems.divided(context)
     problem = of.problem(hidden)
-    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of)
-    whole("--rounds", rounds, 1)
+    options: dict[str, Any] = common.training(context, of) | {"race": race}
     whole("--seeds", seeds, 1)
-    options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1), "race": race}
     for note in of.notes:
         terminal.say(note, style="dim")
     started = time.perf_counter()
@@ -181,7 +179,7 @@ def sweep(
                 progress.update(number, f"{algorithm}  {best(values)}")
 
             options |= {"log": log, "checkpoint": folder.checkpoint, "measure_loss": True}
-            tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, **options)
+            tried = swept(factory, problem, grid, list(range(seeds)), **options)
         folder.rewrite(_with_curves(tried))
         seconds = time.perf_counter() - started
         terminal.show(sweep_table(tried, f"{algorithm} on {of.title}: {len(tried.table)} runs in {seconds:.1f} s"))
