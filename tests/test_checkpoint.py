@@ -19,7 +19,7 @@ from killed import EVERY, outcome, problem
 
 import covary as cv
 from covary._engine.checkpoint import CheckpointWarning
-from covary._engine.engine import BrokenInvariant
+from covary._engine.invariant import BrokenInvariant
 from covary.runs.files import Damaged, File
 from covary.runs.interrupt import Interrupted
 
@@ -343,9 +343,9 @@ def test_a_full_disk_is_told_and_the_run_goes_on_elsewhere(tmp_path):
 
 def test_a_corrupted_control_stops_the_run(tmp_path, monkeypatch):
     """The check fires: one client's c_i is changed between two calls."""
-    from covary._engine.engine import OnDevices
+    from covary._engine.resident import Resident
 
-    honest = OnDevices.restore
+    honest = Resident.restore
 
     def restore(self, small, clients):
         honest(self, small, clients)
@@ -354,7 +354,7 @@ def test_a_corrupted_control_stops_the_run(tmp_path, monkeypatch):
         self.state = self.state._replace(clients=self.state.clients._replace(c_i=c_i))
 
     stopped_run(tmp_path)
-    monkeypatch.setattr(OnDevices, "restore", restore)
+    monkeypatch.setattr(Resident, "restore", restore)
     with pytest.raises(BrokenInvariant, match="away from the mean of the clients' c_i"):
         resumed(tmp_path)
 

@@ -18,9 +18,9 @@ from helpers import ROOT, random_quadratics, small_logistic
 
 import covary as cv
 from conftest import MODES
-from covary._engine import devices, place, store
-from covary._engine.plan import Plan
+from covary._engine import place, store
 from covary._engine.rounds import compiled, compiled_sample
+from covary.runs import machine
 
 SIZES = [12, 8, 9, 15, 7, 11, 10]
 TRAINING = {"clients_per_round": 5, "local_steps": 4, "batch_size": 4}
@@ -129,14 +129,10 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch):
         np.testing.assert_allclose(losses[2], losses[0], rtol=1e-11)
 
 
-def plan_of(N, S):
-    return Plan(N, S, 1, 1, "full", 1, 1, 1, False, False, True, 1)
-
-
 @pytest.mark.parametrize(("N", "S"), [(50, 10), (5000, 20), (5000, 200)])
 def test_cohorts_are_uniform_and_without_repetition(N, S):
     key = np.asarray(jax.random.key_data(jax.random.key(3)))
-    cohorts = np.asarray(compiled_sample(plan_of(N, S))(key, np.arange(2000)))
+    cohorts = np.asarray(compiled_sample(N, S)(key, np.arange(2000)))
     assert (np.diff(cohorts, axis=1) > 0).all()
     assert cohorts.min() >= 0
     assert cohorts.max() < N
@@ -419,10 +415,8 @@ def test_a_long_round_tries_widths_once_and_remembers(monkeypatch, tmp_path):
     monkeypatch.setattr(place, "_TRIED", {})
     monkeypatch.setattr(place, "cache_folder", lambda: tmp_path)
     tried = []
-    real = place._time
-    monkeypatch.setattr(
-        place, "_time", lambda program, width, *rest: tried.append(width) or real(program, width, *rest)
-    )
+    real = place.time_of_cohort
+    monkeypatch.setattr(place, "time_of_cohort", lambda at, *rest: tried.append(at.width) or real(at, *rest))
     problem = small_logistic([9] * 12)
     first = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
     assert tried == [1, 4, 12]
@@ -453,7 +447,7 @@ def test_a_users_own_settings_of_jax_stand(environment, code, count):
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) == (count or devices.cores())
+    assert int(done.stdout.split()[0]) == (count or machine.cores())
     if environment.get("XDG_CACHE_HOME") == "/dev/null":
         assert done.stdout.split()[1] == "None"
     else:

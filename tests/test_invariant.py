@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import covary as cv
-from covary._engine.engine import BrokenInvariant
+from covary._engine.invariant import BrokenInvariant
 
 pytestmark = pytest.mark.usefixtures("every_engine")
 

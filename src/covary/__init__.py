@@ -1,21 +1,28 @@
 """covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
 
-from covary import models, theory, trackers
-from covary._engine.devices import configure
-from covary.algorithm import Algorithm, Exchange
-from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
-from covary.data import datasets, partition
-from covary.data.federated import FederatedData
-from covary.errors import CovaryError, DivergenceWarning
-from covary.problem import Problem, lower_bound, quadratics, supervised
-from covary.report.page import write_report
-from covary.simulate import Run, simulate
-from covary.sweep import Sweep, sweep
-from covary.theory import Diagnosis, diagnose
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from covary._engine.configure import configure
+
+if TYPE_CHECKING:
+    from covary import models, plain, theory, trackers
+    from covary.algorithm import Algorithm, Exchange
+    from covary.algorithms import dane, fedavg, feddyn, fedprox, mime, scaffold, sgd, vrl_sgd
+    from covary.data import datasets, partition
+    from covary.data.federated import FederatedData
+    from covary.errors import CovaryError, DivergenceWarning
+    from covary.problem import Problem, lower_bound, quadratics, supervised
+    from covary.report.page import write_report
+    from covary.simulate import Run, simulate
+    from covary.sweep import Sweep, sweep
+    from covary.theory import Diagnosis, diagnose
 
 __version__ = "0.1.0"
-
-configure()
 
 __all__ = [
     "Algorithm",
@@ -37,6 +44,7 @@ __all__ = [
     "mime",
     "models",
     "partition",
+    "plain",
     "quadratics",
     "scaffold",
     "sgd",
@@ -48,3 +56,44 @@ __all__ = [
     "vrl_sgd",
     "write_report",
 ]
+
+# Each name's room, which is imported when the name is first used: importing covary imports no JAX.
+_ROOMS = {
+    "algorithm": ("Algorithm", "Exchange"),
+    "algorithms": ("dane", "fedavg", "feddyn", "fedprox", "mime", "scaffold", "sgd", "vrl_sgd"),
+    "data.federated": ("FederatedData",),
+    "errors": ("CovaryError", "DivergenceWarning"),
+    "problem": ("Problem", "lower_bound", "quadratics", "supervised"),
+    "report.page": ("write_report",),
+    "simulate": ("Run", "simulate"),
+    "sweep": ("Sweep", "sweep"),
+    "theory": ("Diagnosis", "diagnose"),
+}
+_ROOM_OF = {name: f"covary.{room}" for room, names in _ROOMS.items() for name in names}
+_MODULES = {"datasets": "covary.data.datasets", "partition": "covary.data.partition"}
+_MODULES |= {name: f"covary.{name}" for name in ("models", "plain", "theory", "trackers")}
+
+
+class _Package(ModuleType):
+    """The package, in which `simulate` and `sweep` are the functions, also once the rooms of that name are imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MODULES:
+            found = importlib.import_module(_MODULES[name])
+        elif name in _ROOM_OF:
+            found = getattr(importlib.import_module(_ROOM_OF[name]), name)
+        else:
+            raise AttributeError(f"module 'covary' has no attribute {name!r}")
+        self.__dict__[name] = found
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
+configure()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec
 
-from covary.checks import traced
+from covary.checks import is_traced
 
 Gradient = Callable[[Any], Any]
 """y -> a gradient at y: of one minibatch (`grad`) or over all the client's data (`full_grad`)."""
@@ -96,7 +96,7 @@ def factory(**checks: Callable[[str, Any], None]) -> Callable[[Callable[P, Algor
 
 
 def _plain(value: Any) -> Any:
-    return value if traced(value) else float(value)
+    return value if is_traced(value) else float(value)
 
 
 def rebuild(

@@ -54,14 +54,14 @@ def non_negative(name: str, value: Any) -> None:
         raise refused(name, "a number of 0 or more", value, "Use 0 to switch the term off.")
 
 
-def traced(value: Any) -> bool:
-    """Whether JAX traces the value, so that its number is not known yet. JAX is not loaded to find that out."""
+def is_traced(value: Any) -> bool:
+    """Whether JAX stands in for a number that is not known yet. Nothing can be, before JAX is imported."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
 def _number(name: str, value: Any) -> float:
-    if traced(value):
+    if is_traced(value):
         return 1.0
     if hasattr(value, "update") or hasattr(value, "step") or callable(value):
         raise CovaryError(

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from covary._engine.vectors import squared_norm
 from covary.algorithm import Exchange, Gradient
 
 Guard = Callable[[Any, int], Any]
@@ -41,7 +40,7 @@ def client_work(
     zero = jnp.zeros((), jax.tree.leaves(down.x)[0].dtype)
 
     def distance(local: Any) -> Any:
-        return squared_norm(local.y - down.x) if measured and hasattr(local, "y") else zero
+        return (local.y - down.x) @ (local.y - down.x) if measured and hasattr(local, "y") else zero
 
     if step is None:
         drift = distance(local)
@@ -97,6 +96,31 @@ def client_loop(
     local, full_grad = _outgoing(local, down, full_grad, guard)
     up, client = exchange.finish(local, down, client, full_grad, K)
     return up, client, total / max(K, 1)
+
+
+def dry_run(exchange: Exchange, server: Any, client: Any) -> tuple[Any, Any, Any]:
+    """The message down, the upload and the new state of an exchange whose gradients are made up.
+
+    >>> import numpy as np, covary as cv
+    >>> algorithm, x = cv.scaffold(eta_l=0.1), np.zeros(2)
+    >>> down, up, client = dry_run(algorithm.exchanges[0], algorithm.init_server(x), algorithm.init_client(x))
+    >>> down._fields, up._fields
+    (('x', 'c'), ('dy', 'dc'))
+    """
+    down = exchange.broadcast(server)
+    up, client = rehearse(exchange, down, client)
+    return down, up, client
+
+
+def rehearse(exchange: Exchange, down: Any, client: Any) -> tuple[Any, Any]:
+    """The upload and the state of a client whose gradients are made up: for their forms and sizes."""
+
+    def grad(y: Any) -> Any:
+        return 3 * y
+
+    local = exchange.start(down, client, grad)
+    local = local if exchange.step is None else exchange.step(local, down, client, grad)
+    return exchange.finish(local, down, client, grad, 2)
 
 
 def _outgoing(local: Any, down: Any, full_grad: Gradient, guard: Guard | None) -> tuple[Any, Gradient]:

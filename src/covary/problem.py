@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from covary._engine.devices import Place, lay_out, memory
 from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
 from covary.errors import CovaryError, refused
+from covary.runs import machine
 
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
 
@@ -30,20 +30,10 @@ class Problem:
     metrics: Callable[[Any, Any], dict[str, Any]] | None  # (params, batch) -> dict of scalars
     data: FederatedData
     test: Any = None
-    _sent: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def n_clients(self) -> int:
         return self.data.n_clients
-
-    def on(self, place: Place) -> tuple[Any, Any]:
-        """The training examples, and those that metrics are measured on (the test set, else the training data), sent
-        to the devices once. Streamed data stays where it is: the first, and without a test set the second, is None."""
-        if place.devices not in self._sent:
-            examples = None if self.data.streamed else lay_out(place, self.data.on_device)
-            self._sent.clear()  # one place at a time: data can be large
-            self._sent[place.devices] = (examples, examples if self.test is None else lay_out(place, self.test))
-        return self._sent[place.devices]
 
     @cached_property
     def metric_names(self) -> tuple[str, ...]:
@@ -107,8 +97,8 @@ class Problem:
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
         """The flat starting point (from `x0`, or from `init` with the seed) and the way back to params."""
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_shape_of_params(self.init)))
-        if size > memory(device=False) / 4:
-            came, room = f"{size / 2**30:,.1f} GiB", f"{memory(device=False) / 2**30:,.1f} GiB"
+        if size > machine.memory() / 4:
+            came, room = f"{size / 2**30:,.1f} GiB", f"{machine.memory() / 2**30:,.1f} GiB"
             fix = "Make the model smaller: a round needs room for several copies of it."
             raise refused("init(key)", f"at most a quarter of this machine's {room}", came, fix)
         params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))

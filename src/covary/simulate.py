@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary._engine.checkpoint import description, drive, opened, sizes
-from covary._engine.engine import History, OnDevices, OutsideDevices
-from covary._engine.job import direction, prepare
+from covary import plain
+from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
+from covary._engine.history import Log
+from covary._engine.prepare import Job, prepare
+from covary._engine.resident import Resident
+from covary._engine.simulation import Simulation
+from covary._engine.streamed import Streamed
 from covary.algorithm import Algorithm
-from covary.checks import whole
-from covary.errors import DivergenceWarning, refused
+from covary.checks import flag, whole
+from covary.errors import CovaryError, DivergenceWarning, refused
 from covary.problem import Problem
 from covary.runs.files import held
+from covary.targets import Target, direction_of
+from covary.training import Training
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Run:
         if metric not in self.history or metric in ("round", "cohort"):
             names = [name for name in self.history if name not in ("round", "cohort")]
             raise refused("metric", f"one of {', '.join(names)}", repr(metric), "See run.history.")
-        hits = np.flatnonzero(direction(metric) * (self.history[metric] - value) >= 0)
-        return int(self.history["round"][hits[0]]) if hits.size else None
+        first = Target(metric, direction_of(metric), value).first_met(self.history[metric])
+        return None if first is None else int(self.history["round"][first])
 
 
 def simulate(
@@ -71,7 +76,7 @@ def simulate(
     target: tuple[str, float] | tuple[str, str, float] | None = None,
     average: str | float | None = None,
     eval_every: int = 1,
-    log: Callable[[int, dict[str, float]], None] | None = None,
+    log: Log | None = None,
     *,
     store: str | Path | None = None,
     devices: int | None = None,
@@ -79,6 +84,7 @@ def simulate(
     precision: str | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
+    debug: bool = False,
 ) -> Run:
     """Run an algorithm on a problem.
 
@@ -116,6 +122,8 @@ def simulate(
             every client's, the history. The same call with the same folder goes on from the last whole checkpoint,
             with the numbers of a run that was never stopped; a finished run returns at once. Ctrl-C and SIGTERM then
             end the run after the rounds under way, saved; a second one ends it at once, with the last checkpoint good.
+        debug: run in plain Python and NumPy (`covary.plain`), one client and one step after the other, with the same
+            cohorts and batches: slow, and open to a breakpoint anywhere.
 
     Returns:
         A `Run`. Its `history` has one row per round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
@@ -137,109 +145,110 @@ def simulate(
     >>> run.history["accuracy"].shape, run.history["cohort"].shape
     ((20,), (20, 4))
     """
+    training = Training.of(locals())
     if log is not None and not callable(log):
         raise refused("log", "a function of (round, values)", type(log).__name__, "Try log=print.")
     whole("checkpoint_every", checkpoint_every, 1)
-    job = prepare(
-        algorithm,
-        problem,
-        rounds=rounds,
-        clients_per_round=clients_per_round,
-        local_steps=local_steps,
-        local_epochs=local_epochs,
-        batch_size=batch_size,
-        seeds=[seed],
-        x0=x0,
-        warm_start=warm_start,
-        weights=weights,
-        target=target,
-        average=average,
-        eval_every=eval_every,
-        store=store,
-        resumable=checkpoint is not None,
-        devices=devices,
-        width=width,
-        precision=precision,
-    )
-    history = History(log)
-    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    given = (job, algorithm, problem, key, rounds, history)
-    if checkpoint is None:
-        engine = OnDevices(*given) if job.program.resident else OutsideDevices(*given)
-        engine.advance(rounds, interrupted=lambda: False)
-    else:
-        about = description(
-            [algorithm],
-            problem,
-            job.starts[0],
-            algorithm.trips(job.plan.steps_on_wire),
-            rounds=rounds,
-            clients_per_round=job.plan.cohort,
-            local_steps=local_steps,
-            local_epochs=1 if local_epochs is None and local_steps is None else local_epochs,
-            batch_size=batch_size,
-            seed=seed,
-            warm_start=bool(warm_start),
-            weights=weights,
-            target=target,
-            average=average,
-            eval_every=eval_every,
-            precision=precision,
-        )
-        state, row = sizes(algorithm, job.starts[0])
-        rows = 8 * rounds * (job.plan.cohort + 2 * len(job.program.evaluated) + 16)  # of the history, at most
-        with contextlib.ExitStack() as stack:
-            checkpoints = stack.enter_context(opened(checkpoint, about, job.plan.n_clients, state + rows, row))
-            if job.store not in ("device", "host", "disk"):
-                if Path(job.store).resolve() == Path(checkpoint).resolve():
-                    raise refused("store", "another folder than checkpoint", str(store), "Give each its own.")
-                stack.enter_context(held(Path(job.store)))
-            engine = OnDevices(*given) if job.program.resident else OutsideDevices(*given, owner=checkpoints.run)
-            drive(engine, checkpoints, checkpoint_every)
-    state, clients = engine.small(), engine.clients()
+    where = {"store": store, "devices": devices, "width": width}
+    if flag("debug", debug):
+        _refuse_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
+    job = prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)
+    run = _debugged(job, log) if debug else _result(_simulated(job, log, store, checkpoint, checkpoint_every))
+    _warn_of_divergence(run)
+    return run
 
-    columns = history.columns()
-    if algorithm.invariant is not None and history.rounds:
-        error = engine.control_error()
+
+def _refuse_engine_options(problem: Problem, **given: Any) -> None:
+    """Refuse what has no meaning for the plain server."""
+    if isinstance(problem, Problem) and problem.data.streamed:
+        raise CovaryError("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
+    for name, value in given.items():
+        if value is not None:
+            fix = "debug=True runs plain Python on one core, in memory, without checkpoints."
+            raise refused(name, "None where debug=True", repr(value), fix)
+
+
+def _debugged(job: Job, log: Log | None) -> Run:
+    """The run by the plain server."""
+    ended = plain.run(job, log)
+    unravel, done = job.program.local.unravel, len(ended.history.get("round", ()))
+    return Run(
+        algorithm=job.algorithm,
+        params=jax.tree.map(np.asarray, unravel(ended.server[0])),
+        x=ended.server[0],
+        server=ended.server,
+        clients=ended.clients,
+        history=ended.history,
+        average=jax.tree.map(np.asarray, unravel(ended.average)) if job.program.average else None,
+        reached=done if ended.reached else None,
+        diverged=done + 1 if ended.diverged else None,
+    )
+
+
+def _simulated(
+    job: Job,
+    log: Log | None,
+    store: str | Path | None,
+    checkpoint: str | Path | None,
+    checkpoint_every: int,
+) -> Simulation:
+    """The run at its end, with checkpoints where a folder is given."""
+    if checkpoint is None:
+        simulation = Resident(job, log) if job.program.resident else Streamed(job, log)
+        simulation.advance(simulation.rounds, interrupted=lambda: False)
+        return simulation
+    about = fingerprint(job, [job.algorithm], job.training.facts())
+    state, row = state_sizes(job.algorithm, job.starts[0])
+    rows = 8 * job.training.rounds * (job.plan.cohort + 2 * len(job.program.evaluation.names) + 16)  # at most
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(opened(checkpoint, about, job.plan.n_clients, state + rows, row))
+        if job.store not in ("device", "host", "disk"):
+            if Path(job.store).resolve() == Path(checkpoint).resolve():
+                raise refused("store", "another folder than checkpoint", str(store), "Give each its own.")
+            stack.enter_context(held(Path(job.store)))
+        simulation = Resident(job, log) if job.program.resident else Streamed(job, log, owner=checkpoints.run)
+        run_to_end(simulation, checkpoints, checkpoint_every)
+    return simulation
+
+
+def _result(simulation: Simulation) -> Run:
+    state, job, columns = simulation.state_on_host(), simulation.job, simulation.history.columns()
+    clients = simulation.clients()
+    if job.algorithm.invariant is not None and simulation.history.rounds:
+        error = simulation.control_error()
         if np.isnan(columns["control_error"][-1]):
             columns["control_error"][-1] = error
-    done = int(state.round)
-    if state.diverged:
-        warnings.warn(_divergence(algorithm, done + 1), DivergenceWarning, stacklevel=2)
-    elif (text := _runaway(algorithm, columns.get("loss", np.empty(0)))) is not None:
-        warnings.warn(text, DivergenceWarning, stacklevel=2)
-    unravel = job.program.unravel
+    unravel, done = job.program.local.unravel, int(state.control.round)
     return Run(
-        algorithm=algorithm,
+        algorithm=job.algorithm,
         params=jax.tree.map(np.asarray, unravel(state.server[0])),
         x=state.server[0],
         server=state.server,
         clients=clients,
         history=columns,
-        average=None if average is None else jax.tree.map(np.asarray, unravel(state.average)),
-        reached=done if state.reached else None,
-        diverged=done + 1 if state.diverged else None,
+        average=jax.tree.map(np.asarray, unravel(state.accounts.average)) if job.program.average else None,
+        reached=done if state.control.reached else None,
+        diverged=done + 1 if state.control.diverged else None,
     )
 
 
-def _divergence(algorithm: Algorithm, round: int) -> str:
-    return (
-        f"{algorithm} diverged in round {round}: its model or loss is no longer finite. The run holds the state and "
-        f"history before that round. {_smaller(algorithm)}"
-    )
-
-
-def _runaway(algorithm: Algorithm, losses: np.ndarray) -> str | None:
-    """A word on a run whose loss has grown a million times and more, though it is finite still."""
+def _warn_of_divergence(run: Run) -> None:
+    """Warn of a run that has left the finite numbers, or whose loss has grown a million times and more."""
+    text = None
+    losses = run.history.get("loss", np.empty(0))
     seen = losses[np.isfinite(losses)].astype(float)
-    if len(seen) < 2 or 1e-6 * abs(seen[-1]) < max(abs(seen[0]), 1e-306) or seen[-1] < seen.max():
-        return None
-    return f"{algorithm} is diverging: its loss grew from {seen[0]:.3g} to {seen[-1]:.3g}. {_smaller(algorithm)}"
-
-
-def _smaller(algorithm: Algorithm) -> str:
-    sizes = " and ".join(f"{name}={value:g}" for name, value in algorithm.numbers.items() if name in ("eta_l", "eta_g"))
-    return (
-        f"Its step-size is too large for this problem ({sizes or 'see the algorithm'}): try eta_l a factor of 3 to 10 "
-        "smaller, or fewer local steps."
-    )
+    if run.diverged is not None:
+        text = (
+            f"{run.algorithm} diverged in round {run.diverged}: its model or loss is no longer finite. The run holds "
+            "the state and history before that round."
+        )
+    elif len(seen) > 1 and 1e-6 * abs(seen[-1]) >= max(abs(seen[0]), 1e-306) and seen[-1] >= seen.max():
+        text = f"{run.algorithm} is diverging: its loss grew from {seen[0]:.3g} to {seen[-1]:.3g}."
+    if text is not None:
+        numbers = run.algorithm.numbers
+        sizes = " and ".join(f"{name}={numbers[name]:g}" for name in ("eta_l", "eta_g") if name in numbers)
+        fix = (
+            f"Its step-size is too large for this problem ({sizes or 'see the algorithm'}): try eta_l a factor of 3 to "
+            "10 smaller, or fewer local steps."
+        )
+        warnings.warn(f"{text} {fix}", DivergenceWarning, stacklevel=3)

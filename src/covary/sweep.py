@@ -8,24 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from covary._engine.checkpoint import description, drive, opened, sizes, state_arrays, state_from
-from covary._engine.devices import AXIS, lay_out, memory, to_host
-from covary._engine.engine import Pace, SavedClients, Watch, rows_of
-from covary._engine.job import Job, direction, initial, prepare, traffic
-from covary._engine.program import State
-from covary._engine.rounds import compiled_sweep, compiled_warm_start
+from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
+from covary._engine.history import Log
+from covary._engine.members import Members, grouped
+from covary._engine.prepare import prepare
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
-from covary.runs.files import Damaged
+from covary.targets import direction_of, target_of
 from covary.trackers import Tracker
+from covary.training import Training
 
-LAP = 25  # rounds between two looks at a race: fixed, so that its result does not depend on the machine's speed
 RATIO = 10**0.5  # between neighbouring step-sizes
 
 
@@ -47,9 +43,8 @@ class Sweep:
 
     def _way(self, metric: str) -> float:
         """+1 or -1: the way a metric is to go, as the target says or else by its name."""
-        if self.target and len(self.target) == 3 and self.target[0] == metric:
-            return 1.0 if self.target[1] == ">=" else -1.0
-        return direction(metric)
+        target = target_of(self.target)
+        return target.direction if target is not None and target.metric == metric else direction_of(metric)
 
     def best(self, metric: str | None = None) -> int:
         """The index of the best point: fewest mean rounds to the target, or without one the best mean of a metric.
@@ -98,7 +93,7 @@ def sweep(
     race: bool = False,
     measure_loss: bool = False,
     at_once: int | None = None,
-    log: Callable[[int, dict[str, float]], None] | None = None,
+    log: Log | None = None,
     devices: int | None = None,
     width: int | None = None,
     precision: str | None = None,
@@ -145,7 +140,7 @@ def sweep(
         raise CovaryError("A tracker follows one run, and a sweep is many. Log sweep.table when it is done.")
     if np.ndim(seeds) != 1 or np.asarray(seeds).dtype.kind not in "iu":
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
-    seeds = [int(seed) for seed in seeds]
+    seeds = [whole("seed", int(seed), 0, most=2**32 - 1) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
     if flag("race", race) and target is None:
@@ -157,233 +152,41 @@ def sweep(
             "A sweep runs all members on data in memory, and this data set is streamed from its folder. Sweep over a "
             "sample of the clients that fits (FederatedData.from_clients), or call simulate for each member."
         )
+    training, algorithm = Training.of(locals()), algorithms[0]
     job = prepare(
-        algorithms[0],
+        algorithm,
         problem,
-        rounds=rounds,
-        clients_per_round=clients_per_round,
-        local_steps=local_steps,
-        local_epochs=local_epochs,
-        batch_size=batch_size,
+        training,
         seeds=seeds,
         x0=x0,
-        warm_start=warm_start,
-        weights=weights,
-        target=target,
-        eval_every=eval_every,
         measure_loss=flag("measure_loss", measure_loss),
         store="device",
         devices=devices,
         width=width,
-        precision=precision,
         members=len(points),
     )
     whole("checkpoint_every", checkpoint_every, 1)
-    groups = _groups(len(points), len(seeds), job, algorithms[0], at_once)
-    going = Members(job, algorithms, seeds, rounds, race, groups, log)
+    members = Members(job, algorithms, seeds, race, grouped(len(points), len(seeds), job, algorithm, at_once), log)
     if checkpoint is None:
-        while not going.ended:
-            going.advance(rounds, interrupted=lambda: False)
+        while not members.ended:
+            members.advance(rounds, interrupted=lambda: False)
     else:
-        about = description(
-            algorithms,
-            problem,
-            np.stack(job.starts),
-            algorithms[0].trips(job.plan.steps_on_wire),
-            points=points,
-            seeds=seeds,
-            rounds=rounds,
-            clients_per_round=job.plan.cohort,
-            local_steps=local_steps,
-            local_epochs=1 if local_epochs is None and local_steps is None else local_epochs,
-            batch_size=batch_size,
-            warm_start=bool(warm_start),
-            weights=weights,
-            target=target,
-            eval_every=eval_every,
-            race=race,
-            measure_loss=measure_loss,
-            groups=going.groups,
-            precision=precision,
-        )
-        members = len(points) * len(seeds)
-        state, row = sizes(algorithms[0], job.starts[0], members)
-        curves = 8 * rounds * members * (2 * len(job.program.evaluated) + 16)
+        own = {"points": points, "seeds": seeds, "race": race, "measure_loss": measure_loss, "groups": members.groups}
+        about = fingerprint(job, algorithms, training.facts() | own)
+        count = len(points) * len(seeds)
+        state, row = state_sizes(algorithm, job.starts[0], count)
+        curves = 8 * rounds * count * (2 * len(job.program.evaluation.names) + 16)
         with opened(checkpoint, about, job.plan.n_clients, state + curves, row) as checkpoints:
-            drive(going, checkpoints, checkpoint_every)
+            run_to_end(members, checkpoints, checkpoint_every)
     table = [
-        _row(point, seed, going, (p, s), job.program.evaluated)
+        _row(point, seed, members, (p, s), job.program.evaluation.names)
         for p, point in enumerate(points)
         for s, seed in enumerate(seeds)
     ]
-    quality = job.program.evaluated
+    quality = job.program.evaluation.names
     if measure_loss and len(quality) > 1 and (target is None or target[0] != "loss"):
         quality = tuple(name for name in quality if name != "loss")  # recorded, but not what is wanted
-    return Sweep(points, seeds, table, going.curves, quality, target)
-
-
-class Members:
-    """The members of a sweep under way: groups of points one after the other, all seeds of a group at once."""
-
-    def __init__(
-        self,
-        job: Job,
-        algorithms: list[Algorithm],
-        seeds: list[int],
-        rounds: int,
-        race: bool,
-        groups: list[list[int]],
-        log: Callable[[int, dict[str, float]], None] | None,
-    ):
-        self.job, self.algorithms, self.rounds, self.race, self.groups = job, algorithms, rounds, race, groups
-        self.log, self.saved_group = log, 0  # the group of the last checkpoint
-        self.keys = np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
-        shape = (len(algorithms), len(seeds))
-        self.curves: dict[str, np.ndarray] = {}  # (points, seeds, rounds), NaN where a member had ended
-        self.done_by = np.zeros(shape, int)  # rounds of each member
-        self.reached, self.diverged = np.zeros(shape, bool), np.zeros(shape, bool)
-        self.group, self.pace = 0, Pace()
-        self.watch = Watch(algorithms[0], job.layout.p)
-        trips, x = algorithms[0].trips(job.plan.steps_on_wire), job.starts[0]
-        self.bytes_of = {
-            warm: traffic(algorithms[0], t, x) for warm, t in ((False, trips), (True, (algorithms[0].warm_start,)))
-        }
-        self._begin()
-
-    def _begin(self) -> None:
-        """The first round of a group lies ahead."""
-        chosen = [self.algorithms[p] for p in self.groups[self.group]]
-        x = self.job.starts[0]
-        self.numbers = {name: np.array([a.numbers[name] for a in chosen], x.dtype) for name in chosen[0].numbers}
-        self.states = initial(chosen[0], self.job, points=len(chosen))
-        self.done, self.touched = 0, np.empty(0, int)
-
-    @property
-    def ended(self) -> bool:
-        return self.group == len(self.groups)
-
-    def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        """Take the group on to a round, or to its end; the next one is begun then."""
-        job, program = self.job, self.job.program
-        while not interrupted():
-            alive = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
-            if self.done < len(job.visits):
-                cohort, warm = job.visits[self.done], compiled_warm_start(program, sweep=True)
-                given = (self.numbers, self.states, self.keys, self.done + 1, cohort, job.world)
-                self.states, record = warm(*given)
-                self._keep({name: np.asarray(value)[None] for name, value in record.items()}, 1, alive, cohort)
-            else:
-                count = min(self.pace.rounds(), self.rounds - self.done, LAP - self.done % LAP, until - self.done)
-                given = (self.numbers, self.states, self.keys, self.done, self.done + count, self.rounds, job.world)
-                self.states, records = compiled_sweep(program)(*given)
-                self._keep(records, count, alive, np.asarray(records["cohort"])[:count])
-                if self.watch.due:
-                    self._check()
-                running = ~(np.asarray(self.states.reached) | np.asarray(self.states.diverged))
-                if self.log is not None:
-                    self.log(self.done, {"running": float(running.sum()), **self._best_so_far()})
-                decided = self.race and self.done % LAP == 0 and _decided(self.states, self._to_beat())
-                if self.done == self.rounds or not running.any() or decided:
-                    self.group += 1
-                    if not self.ended:
-                        self._begin()
-                    return
-            if self.done >= until:
-                return
-
-    def _best_so_far(self) -> dict[str, float]:
-        """Of the group under way."""
-        best = {}
-        for name in self.job.program.evaluated:
-            seen = self.curves[name][self.groups[self.group]]
-            seen = seen[np.isfinite(seen)]
-            if seen.size:
-                best[name] = float(seen.max() if direction(name) > 0 else seen.min())
-        return best
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """All but the clients' states, for a checkpoint."""
-        mine = {name: getattr(self, name) for name in ("done_by", "reached", "diverged")}
-        mine |= {"group": np.asarray(self.group), "done": np.asarray(self.done)}
-        mine |= {f"curve.{name}": curve for name, curve in self.curves.items()}
-        return mine if self.ended else mine | state_arrays(to_host(self.states._replace(clients=None)))
-
-    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
-        """The states of some clients, field by field, of all members."""
-        return [np.moveaxis(rows_of(leaf, ids, 2), 2, 0) for leaf in jax.tree.leaves(self.states.clients)]
-
-    def news(self) -> tuple[int, np.ndarray, bool]:
-        """The number of the next checkpoint, the clients that changed since the last one, and whether all did."""
-        touched = np.empty(0, int) if self.ended else self.touched
-        anew, self.saved_group, self.touched = self.group != self.saved_group, self.group, np.empty(0, int)
-        return self.group * self.rounds + self.done * (not self.ended), touched, anew
-
-    def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
-        """Put back what was saved."""
-        shape, empty = self.done_by.shape, np.empty(0, int)
-        curves = {name[6:]: np.array(value) for name, value in arrays.items() if name.startswith("curve.")}
-        fits = all(arrays.get(name, empty).shape == shape for name in ("done_by", "reached", "diverged"))
-        fits = fits and all(curve.shape == (*shape, self.rounds) for curve in curves.values())
-        fits = fits and all(arrays.get(name, empty).shape == () for name in ("group", "done"))
-        if not fits or not 0 <= arrays["group"] <= len(self.groups) or not 0 <= arrays["done"] <= self.rounds:
-            raise Damaged("A checkpoint has another form than this sweep's. Start anew in another folder.")
-        for name in ("done_by", "reached", "diverged"):
-            setattr(self, name, np.array(arrays[name]))
-        self.curves = curves
-        self.group = self.saved_group = int(arrays["group"])
-        if self.ended:
-            return
-        self._begin()
-        self.done = int(arrays["done"])
-        clients = saved_clients(self.rows(np.arange(1)))
-        fields, form = jax.tree.flatten(to_host(self.states.clients))
-        fields = [np.array(everyone) for everyone in fields]
-        for ids, rows in clients:
-            for everyone, row in zip(fields, rows, strict=True):
-                everyone[:, :, ids] = np.moveaxis(row, 0, 2)
-        place, spec = self.job.program.place, PartitionSpec(None, None, AXIS)
-        small = state_from(to_host(self.states._replace(clients=None)), arrays)
-        self.states = lay_out(place, small)._replace(clients=lay_out(place, jax.tree.unflatten(form, fields), spec))
-
-    def _check(self) -> None:
-        """c is the mean of c_i for every member."""
-        states = to_host(self.states)
-        for at in np.ndindex(states.round.shape):
-            own = jax.tree.map(lambda leaf, at=at: leaf[at], states)
-            self.watch.error(own, jax.tree.map(lambda leaf: leaf[: self.job.plan.n_clients], own.clients))
-
-    def _to_beat(self) -> float:
-        """The mean rounds of the best point of the groups before."""
-        before = [p for group in self.groups[: self.group] for p in group]
-        return float(np.where(self.reached, self.done_by, np.inf)[before].mean(axis=1).min(initial=np.inf))
-
-    def _keep(self, records: dict[str, Any], count: int, alive: np.ndarray, cohorts: np.ndarray) -> None:
-        """Curves as (points, seeds, rounds), NaN for the rounds of members that had ended."""
-        group = self.groups[self.group]
-        numbered = self.done + 1 + np.arange(count)
-        went_on = numbered[:, None, None] <= np.where(alive, np.asarray(self.states.round), self.done)
-        sent = self.bytes_of[self.done < len(self.job.visits)]
-        for name, each in zip(("bytes_down", "bytes_up"), sent, strict=True):
-            records = {**records, name: np.full((count, 1, 1), each * np.shape(cohorts)[-1])}
-        for name, values in records.items():
-            if name != "cohort":
-                shape = (len(self.algorithms), len(self.keys), self.rounds)
-                curve = self.curves.setdefault(name, np.full(shape, np.nan))
-                seen = np.where(went_on, np.array(values)[:count], np.nan)
-                curve[group, :, self.done : self.done + count] = seen.transpose(2, 1, 0)
-        self.done += count
-        self.touched = np.union1d(self.touched, cohorts)
-        for mine, theirs in (("done_by", "round"), ("reached", "reached"), ("diverged", "diverged")):
-            getattr(self, mine)[group] = np.asarray(getattr(self.states, theirs)).T
-
-
-def _decided(states: State, to_beat: float) -> bool:
-    """Whether no point that is still running can have fewer mean rounds to the target than the best that has ended."""
-    reached, diverged, at = (np.asarray(v) for v in (states.reached, states.diverged, states.round))
-    least = np.where(reached, at, np.where(diverged, np.inf, at + 1)).mean(axis=0)  # a bound from below, per point
-    complete = reached.all(axis=0)
-    best = min(to_beat, least[complete].min() if complete.any() else np.inf)
-    return bool((least[~complete] >= best).all())
+    return Sweep(points, seeds, table, members.curves, quality, target)
 
 
 def _points(
@@ -418,17 +221,6 @@ def _points(
     return points, algorithms
 
 
-def _groups(n_points: int, n_seeds: int, job: Job, algorithm: Algorithm, at_once: int | None) -> list[list[int]]:
-    """The points in groups that fit into memory: a member keeps N client states and works on S models at a time."""
-    if at_once is None:
-        x = job.starts[0]
-        fields = len(jax.tree.leaves(algorithm.init_client(x)))
-        member = x.nbytes * (2 * fields * job.plan.n_clients + 8 * job.plan.cohort + 8)
-        at_once = max(1, int(0.4 * memory() / (member * n_seeds)))
-    n_groups = -(-n_points // whole("at_once", at_once, 1))
-    return [part.tolist() for part in np.array_split(np.arange(n_points), n_groups)]
-
-
 def _row(
     point: dict[str, float], seed: int, members: Members, at: tuple[int, int], metrics: Sequence[str]
 ) -> dict[str, Any]:
@@ -446,7 +238,7 @@ def _row(
     for name, curve in members.curves.items():
         seen = curve[at][~np.isnan(curve[at])]
         if name in metrics:
-            best = max if direction(name) > 0 else min
+            best = max if direction_of(name) > 0 else min
             row |= {f"last_{name}": float(seen[-1]) if seen.size else None}
             row |= {f"best_{name}": float(best(seen)) if seen.size else None}
     return row

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: the last two, each checked when read, client states saved as they change.
+"""Checkpoints of a run: the last two, each verified when it is read, with client states saved as they change.
 
 A checkpoint is a file `round-R.safetensors` with the server's state, the averages and the history, and a list of
-`clients-R-k.safetensors`, each with the states of some clients: those that changed since the checkpoint before, so that
-a round costs what it touches. Reading them in order gives every client's state. Now and then all are written anew, and
-what no checkpoint needs any more is removed.
+segments `clients-R-k.safetensors`. A segment holds the states of the clients that changed since the previous
+checkpoint, so a checkpoint costs what its rounds touched. Reading the segments in order gives every client's state. Now
+and then covary rewrites all states into new segments, and removes the files that no checkpoint needs.
 """
 
 from __future__ import annotations
@@ -13,34 +13,59 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from covary._engine.prepare import Job
 from covary._engine.program import State
 from covary.algorithm import Algorithm, Exchange
+from covary.client import dry_run
 from covary.errors import CovaryError, refused
-from covary.problem import Problem
 from covary.runs.files import Damaged, File, held
 from covary.runs.interrupt import interruptions
 
 FORMAT = 1
 KEPT = 2
-SAVED = ("round", "average", "average_mass", "reached", "diverged", "scale")  # of a state, besides server and clients
 OF_JAX = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision", "jax_enable_x64")
 SEGMENT_BYTES = 2**28  # of client states in one file
 NAMES = re.compile(r"round-[0-9]{9,}\.safetensors")
 SEGMENTS = re.compile(r"clients-[0-9]{9,}-[0-9]+")  # .safetensors
 HEADER = 2**24  # most bytes of a file besides its arrays
-ANEW = 2  # times as many rows as there are clients: then all are written anew
-MANY = 1000  # files: then too
+MOST_ROWS = 2  # in the segments, for each client: beyond it, all states are rewritten
+MOST_SEGMENTS = 1000  # likewise
+
+SavedClients = Callable[[list[np.ndarray]], Iterator[tuple[np.ndarray, list[np.ndarray]]]]
+"""Given the form of one client's states, the saved clients' numbers and states, a part at a time."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged, and the one before it was used."""
+    """A checkpoint is damaged, and covary falls back to the previous one."""
+
+
+class Resumable(Protocol):
+    """What can be saved and resumed: a run, or the members of a sweep."""
+
+    rounds: int
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def done(self) -> int: ...
+
+    def advance(self, until: int, interrupted: Callable[[], bool]) -> None: ...
+
+    def changes(self) -> tuple[int, np.ndarray, bool]: ...
+
+    def arrays(self) -> dict[str, np.ndarray]: ...
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]: ...
+
+    def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None: ...
 
 
 class Saved(NamedTuple):
@@ -51,14 +76,14 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder that is held against other processes.
+    """The checkpoints of one run, in a folder that no other process may use meanwhile.
 
-    `small` and `row` are bytes: of all that is saved besides the clients, at most, and of one client's states.
+    `shared_bytes` is the most that is saved besides the clients, `row_bytes` the size of one client's states.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any], n_clients: int, small: int, row: int):
+    def __init__(self, folder: Path, about: dict[str, Any], n_clients: int, shared_bytes: int, row_bytes: int):
         self.folder, self.about, self.n_clients = folder, about, n_clients
-        self.most = {"round": 2 * small + HEADER, "clients": 2 * max(SEGMENT_BYTES, row) + HEADER}
+        self.most = {"round": 2 * shared_bytes + HEADER, "clients": 2 * max(SEGMENT_BYTES, row_bytes) + HEADER}
         self.segments: list[str] = []  # that the next checkpoint builds on
         self.rows = 0  # in them
         self.built_on: dict[Path, list[str]] = {}  # what each checkpoint of the folder builds on, where that is known
@@ -66,7 +91,7 @@ class Checkpoints:
         self.run = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
     def newest(self) -> Saved | None:
-        """The newest whole checkpoint, or None where there is none; one of another run is refused."""
+        """The newest intact checkpoint, or None if there is none. A checkpoint of another run is refused."""
         paths = self._rounds()
         for path in paths:
             try:
@@ -80,10 +105,10 @@ class Checkpoints:
                 if not _segments(segments) or not isinstance(number, int) or path.name != _name(number):
                     raise Damaged(f"{path} is not what covary writes.")
                 self.rows = sum(len(ids) for ids, _ in self._read(segments))
-                if self.rows > ANEW * self.n_clients:
+                if self.rows > MOST_ROWS * self.n_clients:
                     raise Damaged(f"{path} has more states than covary writes.")
             except Damaged as error:
-                text = f"{error} The checkpoint before it is used, if there is one."
+                text = f"{error} covary falls back to the previous checkpoint, if there is one."
                 warnings.warn(CheckpointWarning(text), stacklevel=4)
                 self.damaged.append(path)
                 continue
@@ -91,18 +116,18 @@ class Checkpoints:
             self._clean_up(path)
             return Saved(number, arrays)
         if paths:
-            raise CovaryError(f"Every checkpoint in {self.folder} is damaged. Start anew in another folder.")
+            raise CovaryError(f"Every checkpoint in {self.folder} is damaged. Start a new run in another folder.")
         return None
 
     def clients(self, like: list[np.ndarray]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-        """The saved clients' numbers and states, a part at a time, in the order in which they are to be put back.
+        """The saved clients' numbers and states, a part at a time, in the order in which to restore them.
 
         `like` has the states of one client, field by field, whose form the saved ones must have.
         """
         for ids, rows in self._read(self.segments):
             forms = [(field.shape, field.dtype) for field in rows]
             if forms != [((len(ids), *field.shape[1:]), field.dtype) for field in like]:
-                raise Damaged(f"{self.folder} has client states of another form. Start anew in another folder.")
+                raise Damaged(f"{self.folder} has client states of another form. Start a new run in another folder.")
             yield ids, rows
 
     def save(
@@ -111,18 +136,18 @@ class Checkpoints:
         arrays: dict[str, np.ndarray],
         changed: np.ndarray,
         rows: Callable[[np.ndarray], list[np.ndarray]],
-        anew: bool = False,
+        all_changed: bool = False,
     ) -> None:
         """Write a checkpoint; `rows` gives the states of the clients it is asked for.
 
-        Only those of the clients that changed since the last one are written, unless all began anew.
+        Earlier segments are kept, unless all clients have changed.
         """
-        segments, count = ([], 0) if anew else (list(self.segments), self.rows)
+        segments, count = ([], 0) if all_changed else (list(self.segments), self.rows)
         count += len(changed)
-        if count > ANEW * self.n_clients or len(segments) >= MANY:
+        if count > MOST_ROWS * self.n_clients or len(segments) >= MOST_SEGMENTS:
             changed = np.unique(np.concatenate([changed, *(ids for ids, _ in self._read(segments))]))
             segments, count = [], len(changed)
-        with _told_where(self.folder):
+        with _write_errors_explained(self.folder):
             for k, ids in enumerate(_parts(changed, rows)):
                 name = f"clients-{round:09d}-{k}"
                 fields = {str(n): field for n, field in enumerate(rows(ids))}
@@ -192,11 +217,11 @@ class Checkpoints:
         if apart:
             raise CovaryError(
                 f"{self.folder} holds checkpoints of another run: {'; '.join(apart)}. Resume with the same settings "
-                "and data, or give another folder."
+                "and data, or choose another folder."
             )
 
 
-def sizes(algorithm: Algorithm, x: np.ndarray, members: int = 1) -> tuple[int, int]:
+def state_sizes(algorithm: Algorithm, x: np.ndarray, members: int = 1) -> tuple[int, int]:
     """Bytes of a state without the clients', and of one client's, for all members of a sweep."""
     server, client = (
         sum(np.size(leaf) for leaf in jax.tree.leaves(init(x)))
@@ -205,10 +230,11 @@ def sizes(algorithm: Algorithm, x: np.ndarray, members: int = 1) -> tuple[int, i
     return members * x.itemsize * (server + x.size + 8), members * x.itemsize * client
 
 
-def state_arrays(small: State) -> dict[str, np.ndarray]:
+def state_arrays(state: State) -> dict[str, np.ndarray]:
     """A state without the clients', by name."""
-    server = {f"server.{name}": getattr(small.server, name) for name in small.server._fields}
-    return server | {f"state.{name}": np.asarray(getattr(small, name)) for name in SAVED}
+    server = {f"server.{name}": array for name, array in state.server._asdict().items()}
+    beside = state.control._asdict() | state.accounts._asdict()
+    return server | {f"state.{name}": np.asarray(value) for name, value in beside.items()}
 
 
 def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
@@ -217,16 +243,21 @@ def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
         saved = arrays.get(name)
         counts = saved is not None and saved.dtype.kind == own.dtype.kind == "i"  # of whatever width
         if saved is None or saved.shape != own.shape or (saved.dtype != own.dtype and not counts):
-            raise Damaged(f"A checkpoint has no {name} of shape {own.shape} and type {own.dtype}. Start anew.")
-    server = type(like.server)(*(arrays[f"server.{name}"] for name in like.server._fields))
-    return like._replace(server=server, **{name: arrays[f"state.{name}"] for name in SAVED})
+            raise Damaged(f"A checkpoint has no {name} of shape {own.shape} and type {own.dtype}. Start a new run.")
+
+    def read(part: Any, prefix: str) -> Any:
+        return type(part)(*(arrays[f"{prefix}.{name}"] for name in part._fields))
+
+    return State(read(like.server, "server"), None, read(like.control, "state"), read(like.accounts, "state"))
 
 
 @contextlib.contextmanager
-def opened(folder: str | Path, about: dict[str, Any], n_clients: int, small: int, row: int) -> Iterator[Checkpoints]:
-    """The checkpoints of a folder, held against other processes."""
+def opened(
+    folder: str | Path, about: dict[str, Any], n_clients: int, shared_bytes: int, row_bytes: int
+) -> Iterator[Checkpoints]:
+    """The checkpoints of a folder, which no other process may use meanwhile."""
     if jax.process_count() > 1:
-        fix = "Leave it out: each of the hosts has a part of the states."
+        fix = "Leave it out: each host holds only a part of the states."
         raise refused("checkpoint", "None when several hosts run together", repr(str(folder)), fix)
     try:
         path = Path(folder)
@@ -234,66 +265,61 @@ def opened(folder: str | Path, about: dict[str, Any], n_clients: int, small: int
     except (OSError, TypeError, ValueError) as error:
         raise refused("checkpoint", "a folder", f"{folder!r} ({error})", "Give one you can write to.") from None
     with held(path):
-        yield Checkpoints(path, about, n_clients, small, row)
+        yield Checkpoints(path, about, n_clients, shared_bytes, row_bytes)
 
 
-def drive(going: Any, checkpoints: Checkpoints, every: int) -> None:
-    """Take a run, or the members of a sweep, from their last checkpoint to their end.
+def run_to_end(run: Resumable, checkpoints: Checkpoints, every: int) -> None:
+    """Take a run, or the members of a sweep, from the last checkpoint to the end.
 
-    They are saved every so many rounds, at the end, and when someone asks to stop.
+    A checkpoint is saved every so many rounds, at the end, and when the user interrupts.
     """
     saved = checkpoints.newest()
     if saved is not None:
-        going.restore(saved.arrays, checkpoints.clients)
+        run.restore(saved.arrays, checkpoints.clients)
     with interruptions() as interruption:
-        while not going.ended:
-            going.advance(min(going.rounds, going.done + every - going.done % every), interruption.heard)
-            number, touched, anew = going.news()
-            checkpoints.save(number, going.arrays(), touched, going.rows, anew)
+        while not run.ended:
+            run.advance(min(run.rounds, run.done + every - run.done % every), interruption.heard)
+            number, changed, all_changed = run.changes()
+            checkpoints.save(number, run.arrays(), changed, run.rows, all_changed)
             interruption.stop(checkpoints.folder, number)
 
 
-def description(
-    algorithms: list[Algorithm], problem: Problem, x: np.ndarray, trips: tuple[Exchange, ...], **settings: Any
-) -> dict[str, Any]:
-    """What a run is, for JSON. How it is run (devices, width, store) is not part of it: it can go on elsewhere."""
+def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is, for JSON: a checkpoint is resumed only by a run with the same fingerprint.
+
+    How it is run (devices, width, store) is not part of it: a run can be resumed on another machine.
+    """
+    problem, starts = job.problem, np.stack(job.starts)
     about: dict[str, Any] = {"algorithm": ", ".join(map(str, algorithms))}
-    about |= {name: _plain(value) for name, value in settings.items()}
-    about["code"] = _hash(_code(algorithms[0], trips, x.reshape(-1, x.shape[-1])[0]))
+    about |= {**settings, "clients_per_round": job.plan.cohort}
+    exchanges = job.algorithm.trips(job.plan.steps_on_wire)
+    about["code"] = _hash(_code(algorithms[0], exchanges, starts[0]))
     about["model"] = _hash(problem.lowered())
     about["jax"] = [str(getattr(jax.config, name, None)) for name in OF_JAX]
-    about["start"] = hashlib.sha256(x.tobytes()).hexdigest()[:16]
-    about["data"] = _fingerprint(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
-    about["test"] = None if problem.test is None else _fingerprint(problem.test)
+    about["start"] = hashlib.sha256(starts.tobytes()).hexdigest()[:16]
+    about["data"] = _hash_of_arrays(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
+    about["test"] = None if problem.test is None else _hash_of_arrays(problem.test)
     return about
 
 
-def _code(algorithm: Algorithm, trips: tuple[Exchange, ...], x: np.ndarray) -> str:
-    """What an algorithm computes, for one that was made by hand and changed since; numbers are part of it."""
+def _code(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray) -> str:
+    """What an algorithm computes, as XLA sees it, so that a changed algorithm of one's own is noticed."""
 
     def round_of_one(server: Any, client: Any) -> Any:
-        for trip in (*trips, *([algorithm.warm_start] if algorithm.warm_start else [])):
-            down = trip.broadcast(server)
-            local = trip.start(down, client, _slope)
-            local = local if trip.step is None else trip.step(local, down, client, _slope)
-            up, client = trip.finish(local, down, client, _slope, 2)
-            server = trip.aggregate(server, up, 0.5)
+        for exchange in (*exchanges, *([algorithm.warm_start] if algorithm.warm_start else [])):
+            _, up, client = dry_run(exchange, server, client)
+            server = exchange.aggregate(server, up, 0.5)
         return server, client
 
     states = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), (algorithm.init_server(x), algorithm.init_client(x)))
     return jax.jit(round_of_one).lower(*states).as_text()
 
 
-def _slope(y: Any) -> Any:
-    """In place of a gradient."""
-    return 3 * y
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _fingerprint(*trees: Any, streamed: bool = False) -> str:
+def _hash_of_arrays(*trees: Any, streamed: bool = False) -> str:
     """A fingerprint of arrays; of streamed ones by their ends, as reading all could take longer than the run."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(trees):
@@ -301,12 +327,6 @@ def _fingerprint(*trees: Any, streamed: bool = False) -> str:
         for part in (leaf[:1024], leaf[-1024:]) if streamed else (leaf,):
             digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _name(round: int) -> str:
@@ -345,13 +365,13 @@ def _parts(ids: np.ndarray, rows: Callable[[np.ndarray], list[np.ndarray]]) -> l
 
 
 @contextlib.contextmanager
-def _told_where(folder: Path) -> Iterator[None]:
+def _write_errors_explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         for draft in _drafts(folder):
             _remove(draft)
         raise CovaryError(
-            f"A checkpoint could not be written to {folder} ({error.strerror}). Those that were are whole: free some "
-            "space, or copy the folder to where there is more, and call again with it."
+            f"A checkpoint could not be written to {folder} ({error.strerror}). The earlier checkpoints are intact. "
+            "Free some space, or copy the folder to a larger disk, and resume from there."
         ) from error

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import os
-import platform
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from covary.checks import whole
 from covary.errors import refused
-from covary.runs.machine import cores, device_memory, host_memory
+from covary.problem import Problem
+from covary.runs import machine
 
 AXIS = "devices"
 
@@ -29,38 +26,6 @@ class Place:
 
     devices: tuple[Any, ...]
     width: int
-
-
-def configure() -> None:
-    """Let JAX use every core and remember its programs, where the user has not said otherwise.
-
-    XLA runs a CPU device's programs one after the other, and spreads a small matrix product badly over cores: one
-    device a core, each with its own clients, is the faster way. Called when covary is imported, because JAX fixes both
-    when it first computes; a user's own settings, by environment or by `jax.config`, stand.
-    """
-    settings: Any = jax.config
-    if settings.jax_num_cpu_devices == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # JAX has been used already
-            jax.config.update("jax_num_cpu_devices", cores())
-    if settings.jax_compilation_cache_dir is None and cache_folder() is not None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-@functools.cache
-def cache_folder() -> Path | None:
-    """A folder of the user's for what is costly to find out, kept apart by processor; None where it cannot be made."""
-    with contextlib.suppress(OSError):
-        about = platform.processor() + platform.machine()
-        if Path("/proc/cpuinfo").is_file():
-            lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-            about += "".join(sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))}))
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = home / "covary" / f"xla-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,6 +89,20 @@ def available(count: int | None) -> tuple[Any, ...]:
     return tuple(everything[: count or len(everything)])
 
 
-def memory(device: bool = True) -> int:
-    """Bytes that a device can hold, or the host where the device does not say or is not meant."""
-    return device_memory() if device else host_memory()
+def memory() -> int:
+    """Bytes that a device can hold; those of the host where the device does not say."""
+    return machine.device_memory()
+
+
+_SENT: weakref.WeakKeyDictionary[Problem, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def on_devices(problem: Problem, place: Place) -> tuple[Any, Any]:
+    """A problem's training examples, and those that metrics are measured on (the test set, else the training data),
+    sent to the devices once. Streamed data stays where it is: the first, and without a test set the second, is None."""
+    sent = _SENT.get(problem)
+    if sent is None or sent[0] != place.devices:
+        _SENT.pop(problem, None)  # one place at a time: data can be large
+        examples = None if problem.data.streamed else lay_out(place, problem.data.on_device)
+        _SENT[problem] = (place.devices, examples, examples if problem.test is None else lay_out(place, problem.test))
+    return _SENT[problem][1:]

@@ -1,4 +1,4 @@
-"""How wide a round runs: the devices and the clients at once, by rule, or by a short trial that is remembered."""
+"""Where and how wide a round runs: the devices and the clients at once, by rule, or by a short trial."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from covary._engine.devices import Place, available, cache_folder, lay_out, memory
-from covary._engine.plan import Layout
-from covary._engine.program import Program, State, Target, World
-from covary._engine.rounds import compiled_round
-from covary.algorithm import Algorithm
+from covary._engine.cohort import Cohort, exchange_all
+from covary._engine.configure import cache_folder
+from covary._engine.devices import AXIS, Place, available, lay_out, memory, sharded
+from covary._engine.local import LocalProgram, work_of_client
+from covary._engine.plan import Layout, Plan
+from covary.algorithm import Algorithm, Exchange, rebuild
 from covary.checks import whole
 from covary.data.federated import FederatedData
 
@@ -32,23 +35,24 @@ TRIAL_STEPS = 12
 _TRIED: dict[str, int] = {}  # by this process, where there is no folder to remember in
 
 
-def tuned(
-    program: Program,
+def choose_place(
+    plan: Plan,
+    local: LocalProgram,
     algorithm: Algorithm,
     x: np.ndarray,
     data: FederatedData,
     devices: int | None,
     width: int | None,
     members: int = 1,
-) -> Program:
-    """The program with its place: what the user asked for, else what is fastest.
+) -> Place:
+    """What the user asked for, else what is fastest.
 
     Every device has its part of the cohort, except that small rounds stay on one CPU device. A CPU takes its clients
     one by one unless steps are small, an accelerator takes them all at once; for long rounds a trial decides.
     """
-    plan, found, examples = program.plan, available(devices), data.examples
-    step = step_cost(program, x.shape, x.dtype, shapes_of(examples))
-    kind, work = found[0].platform, step.flops * members * plan.max_steps * plan.cohort
+    found, examples = available(devices), data.examples
+    step = step_cost(local, x, examples)
+    kind, work = found[0].platform, step.flops * members * plan.local.max_steps * plan.cohort
     if devices is None and jax.process_count() == 1:
         found = found[: 1 if kind == "cpu" and work < SMALL_ROUND else plan.cohort]
         if kind == "cpu" and not data.streamed:  # each CPU device has its own copy of the data
@@ -56,15 +60,14 @@ def tuned(
             found = found[: max(1, int(memory() / 4 / size))]
     each = -(-plan.cohort // len(found))
     if width is not None:
-        return dataclasses.replace(program, place=Place(found, min(whole("width", width, 1), each)))
-    one_by_one = kind == "cpu" and step.flops * members >= SMALL_STEP
-    program = dataclasses.replace(program, place=Place(found, 1 if one_by_one else each))
+        return Place(found, min(whole("width", width, 1), each))
     short = work / len(found) < LONG_ROUND.get(kind, 5e11)
     if each == 1 or members > 1 or jax.process_count() > 1 or short:
-        return program
+        one_by_one = kind == "cpu" and step.flops * members >= SMALL_STEP
+        return Place(found, 1 if one_by_one else each)
     about = f"{step.text} {plan} {algorithm.name} {kind} {found[0].device_kind} {len(found)} {jax.__version__}"
-    chosen = remembered_or_tried(hashlib.sha256(about.encode()).hexdigest()[:24], program, algorithm, x, examples)
-    return dataclasses.replace(program, place=Place(found, min(chosen, each)))
+    name = hashlib.sha256(about.encode()).hexdigest()[:24]
+    return Place(found, min(each, remembered_or_tried(name, found, plan, local, algorithm, x, examples)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +76,11 @@ class Cost:
     text: str  # the step as XLA sees it
 
 
-def shapes_of(examples: Any) -> tuple[Any, Any]:
-    """The form of the examples, hashable."""
+def step_cost(local: LocalProgram, x: np.ndarray, examples: Any) -> Cost:
+    """Floating-point operations of one local step."""
     leaves, tree = jax.tree.flatten(examples)
-    return tree, tuple((tuple(leaf.shape[1:]), jnp.asarray(leaf[:0]).dtype) for leaf in leaves)
+    form = tree, tuple((tuple(leaf.shape[1:]), jnp.asarray(leaf[:0]).dtype) for leaf in leaves)
+    return _step_cost(local.loss, local.unravel, local.plan.max_batch, x.shape, x.dtype, form)
 
 
 @functools.lru_cache(maxsize=256)
@@ -97,51 +101,77 @@ def _counting() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def step_cost(program: Program, shape: Any, dtype: Any, form: Any) -> Cost:
-    return _step_cost(program.loss, program.unravel, program.plan.max_batch, shape, dtype, form)
+# The trial
 
 
-def remembered_or_tried(name: str, program: Program, algorithm: Algorithm, x: np.ndarray, examples: Any) -> int:
+def remembered_or_tried(
+    name: str,
+    devices: tuple[Any, ...],
+    plan: Plan,
+    local: LocalProgram,
+    algorithm: Algorithm,
+    x: np.ndarray,
+    examples: Any,
+) -> int:
     """The width that a few steps are fastest with, from the last time or from a trial now."""
     known = _TRIED | _read()
     if name not in known:
-        each = -(-program.plan.cohort // len(program.place.devices))
-        times = {width: _time(program, width, algorithm, x, examples) for width in sorted({1, min(4, each), each})}
+        each = -(-plan.cohort // len(devices))
+        widths = sorted({1, min(4, each), each})
+        times = {w: time_of_cohort(Place(devices, w), plan.cohort, local, algorithm, x, examples) for w in widths}
         known[name] = _TRIED[name] = min(times, key=lambda width: times[width])
         _write(known)
     return known[name]
 
 
-def _time(program: Program, width: int, algorithm: Algorithm, x: np.ndarray, examples: Any) -> float:
-    """Seconds of a round of a few steps with made-up data, or infinity if it does not fit into memory."""
-    plan, S = program.plan, program.plan.cohort
+def time_of_cohort(
+    place: Place, S: int, local: LocalProgram, algorithm: Algorithm, x: np.ndarray, examples: Any
+) -> float:
+    """Seconds that a cohort of S needs for a few steps on made-up data, or infinity if it does not fit into memory."""
+    plan = local.plan
     steps = min(TRIAL_STEPS, plan.max_steps)
-    plan = dataclasses.replace(plan, max_steps=steps, steps=steps, epochs=-(-steps * plan.epochs // plan.max_steps))
-    place = Place(program.place.devices, width)
-    trial = dataclasses.replace(
-        program, plan=plan, place=place, evaluated=(), metrics=None, average=False, resident=False, streamed=True
-    )
+    epochs = -(-steps * plan.epochs // plan.max_steps)
+    local = dataclasses.replace(local, plan=dataclasses.replace(plan, max_steps=steps, steps=steps, epochs=epochs))
     slots = S + -S % len(place.devices)
     data = jax.tree.map(lambda leaf: np.zeros((slots, plan.max_size, *leaf.shape[1:]), leaf.dtype), examples)
-    sizes = np.full(S, plan.max_size)
-    layout = Layout(
-        0 * sizes, sizes, np.full(S, plan.max_batch), sizes // plan.max_batch + 1, 0 * sizes + steps, 1 / sizes
-    )
-    world = World(lay_out(place, data), None, None, layout, Target(0, 1.0, np.inf), 1.0)
     rows = jax.tree.map(lambda leaf: np.zeros((slots, *np.shape(leaf)), x.dtype), algorithm.init_client(x))
-    clients = jax.block_until_ready(lay_out(place, rows))  # else every round of the trial would carry them over
-    server = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), algorithm.init_server(x))
-    key = np.asarray(jax.random.key_data(jax.random.key(0)))
-    one, no = np.asarray(1, x.dtype), np.asarray(False)
-    state = State(np.asarray(0), server, clients, x, one, no, no, 0 * one)
+    data, rows = jax.block_until_ready(lay_out(place, (data, rows), PartitionSpec(AXIS)))
+    server = lay_out(place, jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), algorithm.init_server(x)))
+    run = _cohort_at_work(place, S, local, algorithm)
     seconds = [float("inf")]
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for _ in range(3):
             start = time.perf_counter()
-            done = compiled_round(trial, False)(dict(algorithm.numbers), state, key, 1, np.arange(S), world)
-            jax.block_until_ready(done)
+            jax.block_until_ready(run(dict(algorithm.numbers), server, rows, data))
             seconds.append(time.perf_counter() - start)
     return min(seconds)  # not the first, which compiles
+
+
+def _cohort_at_work(place: Place, S: int, local: LocalProgram, algorithm: Algorithm) -> Callable[..., Any]:
+    """`(numbers, server, rows, data) -> server, rows`, compiled: a round without its cohort's draw and evaluation."""
+    plan = local.plan
+    layout = Layout(plan.max_size, plan.max_batch, plan.max_size // plan.max_batch + 1, plan.max_steps)
+    recipe = algorithm.recipe or algorithm
+
+    def run(numbers: Any, server: Any, rows: Any, data: Any) -> Any:
+        def bind(number: int, exchange: Exchange, down: Any) -> Callable[..., Any]:
+            def work(i: Any, at: Any, slot: Any, client: Any) -> Any:
+                def fetch(positions: Any) -> Any:
+                    return jax.tree.map(lambda leaf: leaf[slot, positions], data)
+
+                key = jax.random.fold_in(jax.random.key(number), i)
+                return work_of_client(local, exchange, down, client, fetch, layout, key, measured=False)
+
+            return work
+
+        everyone = jnp.arange(S)
+        cohort = Cohort(everyone, everyone, jnp.full(S, 1 / S), 1.0)
+        return exchange_all(place, rebuild(recipe, numbers).trips(plan.steps), server, rows, cohort, bind)[:2]
+
+    if len(place.devices) == 1:
+        return jax.jit(run)
+    everything, parts = PartitionSpec(), PartitionSpec(AXIS)
+    return jax.jit(sharded(run, place, (everything, everything, parts, parts), (everything, parts)))
 
 
 def _read() -> dict[str, int]:

@@ -7,59 +7,80 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from covary._engine.devices import Place
+from covary._engine.evaluate import Evaluation
+from covary._engine.local import LocalProgram
 from covary._engine.plan import Layout, Plan
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a compiled program depends on besides the shapes of its arguments."""
+    """What compiled rounds depend on besides the shapes of their arguments."""
 
     recipe: Any  # of the algorithm
     plan: Plan
-    loss: Callable[[Any, Any], Any]
-    metrics: Callable[[Any, Any], dict[str, Any]] | None
-    evaluated: tuple[str, ...]  # "loss" and the metrics, or the metrics alone
-    unravel: Callable[[Any], Any]
+    local: LocalProgram
+    evaluation: Evaluation
+    place: Place
     chunk: int  # most rounds in one call
     eval_every: int
     average: bool
-    place: Place  # the devices, and how many clients at once on each
-    precision: str | None = None  # of the products, where it is not the model's own
-    resident: bool = True  # all clients' states are on the devices; else a call brings its cohort's
-    streamed: bool = False  # a call brings its cohort's data too
-    divisible: bool = True  # the loss over all data is the mean of the losses of its parts
+    resident: bool  # all clients' states are on the devices; else a call brings its cohort's
+    streamed: bool  # a call brings its cohort's data too
 
 
-class Target(NamedTuple):
-    """What ends a run: the metric's place in `Program.evaluated`, +1 to rise or -1 to fall, and the value."""
+class Roster(NamedTuple):
+    """What differs from client to client: one row for each of the N clients, or for each of a cohort."""
+
+    offset: Any  # where the client's examples begin
+    p: Any  # weights; those of all clients sum to 1
+    layout: Layout
+
+
+class TargetAt(NamedTuple):
+    """What ends a run: the metric's index in `Evaluation.names`, +1 to rise or -1 to fall, and the value."""
 
     index: Any
     direction: Any
     value: Any
 
 
+NEVER = TargetAt(0, 1.0, float("inf"))  # so that runs with and without a target share a program
+
+
 class World(NamedTuple):
     """What a program reads and never changes."""
 
-    examples: Any
-    evaluated_on: Any
-    example_weights: Any  # of each example in f, or None where they are all the same
-    layout: Layout
-    target: Target
+    examples: Any  # (n, ...), or (slots, max_size, ...) of a cohort where data is streamed
+    tested_on: Any  # what metrics are measured on
+    example_weights: Any  # (n,): of each example in f, or None where they are all the same
+    roster: Roster
+    target: TargetAt
     decay: Any  # of the weights w_r in the running average; 1 is the uniform mean
+
+
+class Control(NamedTuple):
+    """How far a run is, and whether it goes on."""
+
+    round: Any  # rounds done
+    reached: Any
+    diverged: Any
+
+
+class Accounts(NamedTuple):
+    """What is kept beside the algorithm's own state."""
+
+    average: Any  # (d,): the paper's weighted output
+    average_mass: Any  # the sum of its weights, in units of the newest
+    scale: Any  # the largest number that any control had in any round: what rounding is measured by
 
 
 class State(NamedTuple):
     """What a program changes."""
 
-    round: Any  # rounds done
-    server: Any
-    clients: Any  # each field with a leading axis over the N clients, or over the cohort where they live elsewhere
-    average: Any  # the paper's weighted output, and the sum of its weights in units of the newest
-    average_mass: Any
-    reached: Any
-    diverged: Any
-    scale: Any  # the largest number that any control had in any round: what rounding is measured by
+    server: Any  # the algorithm's
+    clients: Any  # the algorithm's, fields of shape (N, d), or (S, d) where they live outside the devices
+    control: Control
+    accounts: Accounts
 
 
 Records = dict[str, Any]

@@ -1,9 +1,13 @@
-"""The compiled engine: rounds as one program, without a return to the host inside a call."""
+"""Compiled rounds: whole chunks as one program, without a return to the host inside a call.
+
+One round of SCAFFOLD, from top to bottom: `one_round` draws the cohort (`cohort.sample`), takes its states
+(`cohort.take`), lets each client work and sums the uploads (`cohort.exchange_all`, which calls `local.work_of_client`
+and through it `client.client_work`), and commits the new states (`commit`).
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from covary._engine.cohort import exchange_all, put, sample, take
+from covary import targets
+from covary._engine.cohort import Cohort, bound_to_data, exchange_all, put, sample, take
 from covary._engine.devices import AXIS, sharded
-from covary._engine.evaluate import control_change, control_error, evaluate
-from covary._engine.plan import Plan
+from covary._engine.evaluate import measure
+from covary._engine.invariant import control_change, control_error, largest_control
 from covary._engine.program import Program, Records, Rounds, State, World
-from covary.algorithm import Algorithm, rebuild
+from covary.algorithm import Exchange, rebuild
+
+EVERYWHERE = PartitionSpec()  # every device has the whole of it
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,16 +38,16 @@ def compiled(program: Program) -> Rounds:
         numbers: dict[str, Any], state: State, key: Any, until: Any, last: Any, world: World
     ) -> tuple[State, Records]:
         step = functools.partial(one_round, program, numbers)
-        return loop(program, step, state, state.round, wrap(key), until, last, world)
+        return loop(program, step, state, state.control.round, wrap(key), until, last, world)
 
-    return spread(program, chunk)
+    return spread(program, chunk, (EVERYWHERE, shared_state(0), *[EVERYWHERE] * 3, shared_world(program)))
 
 
 @functools.lru_cache(maxsize=64)
 def compiled_round(program: Program, measured: bool) -> Rounds:
     """`(numbers, state, key, r, cohort, world) -> state, record`: one round of a cohort that is given.
 
-    For client states that live outside the devices: `state.clients` and `world.layout` have one row for each of the
+    For client states that live outside the devices: `state.clients` and `world.roster` have one row for each of the
     cohort, and so has `world.examples` where data is streamed.
     """
 
@@ -49,7 +56,7 @@ def compiled_round(program: Program, measured: bool) -> Rounds:
     ) -> tuple[State, Records]:
         return one_round(program, numbers, measured, state, wrap(key), r, world, cohort)
 
-    return spread(program, visit)
+    return spread(program, visit, (EVERYWHERE, shared_state(0), *[EVERYWHERE] * 3, shared_world(program)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,7 +73,7 @@ def compiled_sweep(program: Program) -> Rounds:
         step = members(functools.partial(one_round, program), numbers)
         return loop(program, step, states, first, wrap(keys), until, last, world)
 
-    return spread(program, chunk, axes_before_clients=2)
+    return spread(program, chunk, (EVERYWHERE, shared_state(2), *[EVERYWHERE] * 4, shared_world(program)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,10 +87,11 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
             algorithm = rebuild(program.recipe, numbers)
             key = jax.random.fold_in(key, r)
             assert algorithm.warm_start is not None
-            trips = (algorithm.warm_start,)
+            exchanges = (algorithm.warm_start,)
             rows = take(program, state.clients, cohort)
-            server, new, drift = exchange_all(program, trips, state.server, rows, cohort, key, world)
-            after = state._replace(server=server, scale=scale(program, algorithm, state, server, new))
+            server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, True)
+            scale = largest_control(program, algorithm, state.accounts.scale, server, new)
+            after = state._replace(server=server, accounts=state.accounts._replace(scale=scale))
             state = commit(program, state, after, rows, new, cohort, finite(server))
             values = evaluate(program, state, world) | control_error(program, algorithm, state, world)
             values |= control_change(program, algorithm, cohort, rows, new)
@@ -92,15 +100,16 @@ def compiled_warm_start(program: Program, sweep: bool = False) -> Rounds:
         one_visit = members(one, numbers) if sweep else functools.partial(one, numbers)
         return one_visit(True, state, wrap(key), cohort, world)
 
-    return spread(program, visit, axes_before_clients=2 if sweep else 0)
+    axes = 2 if sweep else 0
+    return spread(program, visit, (EVERYWHERE, shared_state(axes), *[EVERYWHERE] * 3, shared_world(program)))
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_sample(plan: Plan) -> Callable[[Any, Any], Any]:
+def compiled_sample(n_clients: int, cohort: int) -> Callable[[Any, Any], Any]:
     """`(key, rounds) -> cohorts`: those that the engine itself draws in these rounds."""
 
     def one(key: Any, r: Any) -> Any:
-        return sample(jax.random.fold_in(jax.random.fold_in(key, r), 0), plan.n_clients, plan.cohort)
+        return sample(jax.random.fold_in(jax.random.fold_in(key, r), 0), n_clients, cohort)
 
     def draw(key: Any, rounds: Any) -> Any:
         return jax.vmap(lambda r: one(wrap(key), r))(rounds)
@@ -112,20 +121,28 @@ def wrap(key: Any) -> Any:
     return jax.random.wrap_key_data(key)
 
 
-def spread(program: Program, function: Callable[..., Any], axes_before_clients: int = 0) -> Rounds:
-    """The function compiled; on several devices, each holds a share of `state.clients` and of streamed data."""
-    everywhere = PartitionSpec()
+# Over several devices
+
+
+def shared_state(axes_before_clients: int) -> Any:
+    """How a state lies on the devices: each has its share of the clients' states, and all of the rest."""
+    state: Any = State._make([EVERYWHERE] * len(State._fields))
+    return state._replace(clients=PartitionSpec(*[None] * axes_before_clients, AXIS))
+
+
+def shared_world(program: Program) -> Any:
+    """How the world lies on the devices: each has its share of streamed data, and all of the rest."""
+    world: Any = World._make([EVERYWHERE] * len(World._fields))
+    return world._replace(examples=PartitionSpec(AXIS)) if program.streamed else world
+
+
+def spread(program: Program, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Rounds:
+    """The function compiled for the program's devices, its arguments laid out as given; the second is the state."""
     donated = (1,) if program.resident else ()  # else the host still looks at the state when the next round begins
     if len(program.place.devices) == 1:
         return jax.jit(function, donate_argnums=donated)
-    shared_out = PartitionSpec(*[None] * axes_before_clients, AXIS)
-    state: Any = State._make([everywhere] * len(State._fields))._replace(clients=shared_out)
-    world: Any = World._make([everywhere] * len(World._fields))
-    if program.streamed:
-        world = world._replace(examples=PartitionSpec(AXIS))
-    special = {"state": state, "states": state, "world": world}
-    specs = tuple(special.get(name, everywhere) for name in inspect.signature(function).parameters)
-    return jax.jit(sharded(function, program.place, specs, (state, everywhere)), donate_argnums=donated)
+    results = (arguments[1], EVERYWHERE)
+    return jax.jit(sharded(function, program.place, arguments, results), donate_argnums=donated)
 
 
 def members(round_of_one: Callable[..., Any], numbers: dict[str, Any]) -> Callable[..., Any]:
@@ -138,6 +155,9 @@ def members(round_of_one: Callable[..., Any], numbers: dict[str, Any]) -> Callab
         return jax.vmap(points)(states, keys)
 
     return all_members
+
+
+# Rounds
 
 
 def loop(
@@ -158,7 +178,7 @@ def loop(
     every, end = program.eval_every, jnp.minimum(until, first + program.chunk)
 
     def going_on(until: Any) -> Callable[[Any], Any]:
-        return lambda carry: (carry[0] < until) & jnp.any(~carry[1].reached & ~carry[1].diverged)
+        return lambda carry: (carry[0] < until) & jnp.any(~carry[1].control.reached & ~carry[1].control.diverged)
 
     def body(measured: bool) -> Callable[[Any], Any]:
         def one(carry: Any) -> Any:
@@ -194,28 +214,67 @@ def one_round(
 
     Where it is not measured, its loss, metrics, drift, control error and control change are NaN.
     """
+    # The round: a cohort, its exchanges, the server's new state
     algorithm = rebuild(program.recipe, numbers)
     key = jax.random.fold_in(key, r)
     if cohort is None:
         cohort = sample(jax.random.fold_in(key, 0), program.plan.n_clients, program.plan.cohort)
-    trips = algorithm.trips(program.plan.steps_on_wire)
+    exchanges = algorithm.trips(program.plan.steps_on_wire)
     rows = take(program, state.clients, cohort)
-    server, new, drift = exchange_all(program, trips, state.server, rows, cohort, key, world, measured)
-    after = state._replace(server=server, scale=scale(program, algorithm, state, server, new))
+    server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, measured)
+
+    # What is kept beside it
+    accounts = state.accounts
+    accounts = accounts._replace(scale=largest_control(program, algorithm, accounts.scale, server, new))
     if program.average:
-        mass = 1 + world.decay * state.average_mass
-        after = after._replace(average=state.average + (server[0] - state.average) / mass, average_mass=mass)
+        mass = 1 + world.decay * accounts.average_mass
+        average = accounts.average + (server[0] - accounts.average) / mass
+        accounts = accounts._replace(average=average, average_mass=mass)
+    after = state._replace(server=server, accounts=accounts)
+
+    # Whether it is finite, and whether it meets the target
     ok, values = finite(server), only_if(measured, lambda: evaluate(program, after, world))
     if measured:
         ok &= jnp.isfinite(values.get("loss", 0.0))
-    if measured and program.evaluated:
-        metric = jnp.stack([values[name] for name in program.evaluated])[world.target.index]
-        hit = world.target.direction * (metric - world.target.value) >= 0
-        after = after._replace(reached=state.reached | hit)
+    if measured and program.evaluation.names:
+        metric = jnp.stack([values[name] for name in program.evaluation.names])[world.target.index]
+        hit = targets.met(world.target.direction, metric, world.target.value)
+        after = after._replace(control=after.control._replace(reached=state.control.reached | hit))
+
     state = commit(program, state, after, rows, new, cohort, ok)
     values |= only_if(measured, lambda: control_error(program, algorithm, state, world))
     values |= only_if(measured, lambda: control_change(program, algorithm, cohort, rows, new))
     return state, {**values, "cohort": cohort, "drift": drift}
+
+
+def exchanged(
+    program: Program,
+    exchanges: tuple[Exchange, ...],
+    state: State,
+    rows: Any,
+    ids: Any,
+    key: Any,
+    world: World,
+    measured: bool,
+) -> tuple[Any, Any, Any]:
+    """The server's and the cohort's states after the exchanges, and the drift."""
+    at = ids if program.resident else jnp.arange(len(ids))
+    cohort = Cohort(ids, at, world.roster.p[at], len(ids) / program.plan.n_clients)
+    bind = bound_to_data(program, world, key, measured)
+    return exchange_all(program.place, exchanges, state.server, rows, cohort, bind, measured)
+
+
+def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
+    """f and the metrics at x, and at the average where one is kept."""
+
+    def at(x: Any) -> dict[str, Any]:
+        given = (world.examples, world.example_weights, world.tested_on)
+        return measure(program.evaluation, program.place, x, *given)
+
+    values = at(state.server[0])
+    if program.average:
+        values |= {f"average_{name}": value for name, value in at(state.accounts.average).items()}
+    return values
 
 
 def only_if(measured: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -229,21 +288,13 @@ def finite(server: Any) -> Any:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(server)]))
 
 
-def scale(program: Program, algorithm: Algorithm, state: State, server: Any, new: Any) -> Any:
-    """The largest number of any control so far, this round's included."""
-    if algorithm.invariant is None:
-        return state.scale
-    server_field, client_field = algorithm.invariant
-    largest = jnp.max(jnp.abs(getattr(new, client_field)))
-    if len(program.place.devices) > 1:
-        largest = jax.lax.pmax(largest, AXIS)
-    return jnp.maximum(jnp.maximum(state.scale, largest), jnp.max(jnp.abs(getattr(server, server_field))))
-
-
 def commit(program: Program, state: State, after: State, old: Any, new: Any, cohort: Any, ok: Any) -> State:
     """The state after the round; the last good state, marked as diverged, if that is not finite; no change if ended."""
-    alive = ~state.reached & ~state.diverged
+    alive = ~state.control.reached & ~state.control.diverged
     keep = functools.partial(jnp.where, ok & alive)
     clients = put(program, state.clients, cohort, jax.tree.map(keep, new, old))
     kept = jax.tree.map(keep, after._replace(clients=None), state._replace(clients=None))
-    return kept._replace(round=state.round + (ok & alive), clients=clients, diverged=state.diverged | (alive & ~ok))
+    control = kept.control._replace(
+        round=state.control.round + (ok & alive), diverged=state.control.diverged | (alive & ~ok)
+    )
+    return kept._replace(clients=clients, control=control)

@@ -15,7 +15,6 @@ from covary.errors import CovaryError, refused
 from covary.runs.files import content_of, refuse_links, replace
 from covary.runs.rowfile import RowFile
 
-BLOCK = 1024  # clients read at a time when all are
 OWNER = "run"  # the file of a store's folder that names the run with checkpoints whose states these are
 
 
@@ -174,16 +173,3 @@ def _name(path: Any, number: int) -> str:
     """The field's own name where that can be a file's, else its number."""
     name = jax.tree_util.keystr(path).strip(".")
     return name if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) else str(number)
-
-
-def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | None = None) -> np.ndarray:
-    """sum p_i c_i over all clients, in float64 whatever the states' precision, a block of clients at a time."""
-    rows = getattr(clients, field)
-    ids = np.arange(len(p))
-    total = np.zeros(rows.shape[1:])
-    if seen is not None and not seen.all():  # all the others have one and the same row
-        total += p[~seen].sum() * np.asarray(rows[int(np.flatnonzero(~seen)[0])], float)
-        ids = ids[seen]
-    for block in np.split(ids, range(BLOCK, len(ids), BLOCK)):
-        total += np.tensordot(p[block], np.asarray(rows[block], float), 1)
-    return total

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from covary._engine.cohort import loss_at, where
+from covary._engine.cohort import where
 from covary._engine.devices import AXIS, lay_out
+from covary._engine.local import LocalProgram, loss_at
 from covary._engine.program import Program, State, World
 from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start
 from covary.algorithm import Algorithm
@@ -102,21 +103,21 @@ class Stream:
                 write.result()
 
     def _cohorts(self, key: np.ndarray, visits: list[np.ndarray], first: int, until: int) -> Iterator[np.ndarray]:
+        plan = self.program.plan
         yield from visits[first - 1 : until]
         for r in range(max(first, len(visits) + 1), until + 1, AHEAD):
-            drawn = np.asarray(compiled_sample(self.program.plan)(key, np.arange(r, r + AHEAD)))
+            drawn = np.asarray(compiled_sample(plan.n_clients, plan.cohort)(key, np.arange(r, r + AHEAD)))
             yield from drawn[: until + 1 - r]
 
     def _read(self, cohort: np.ndarray) -> tuple[Any, World]:
-        """The cohort's states, and the world with the cohort's layout and data."""
+        """The cohort's states, and the world with the cohort's part of the roster and data."""
         place, spare = self.program.place, -len(cohort) % len(self.program.place.devices)
         rows = jax.tree.map(
             lambda leaf: np.pad(leaf, [(0, spare)] + [(0, 0)] * (leaf.ndim - 1)), self.store.read(cohort)
         )
-        layout = jax.tree.map(lambda leaf: leaf[cohort], self.world.layout)
-        world = self.world._replace(layout=layout)
+        world = self.world._replace(roster=jax.tree.map(lambda leaf: leaf[cohort], self.world.roster))
         if isinstance(self.data, StreamedData):
-            data = self.data.gather(cohort, self.program.plan.max_size, spare)
+            data = self.data.gather(cohort, self.program.plan.local.max_size, spare)
             world = world._replace(examples=lay_out(place, data, PartitionSpec(AXIS)))
         return lay_out(place, rows, PartitionSpec(AXIS)), world
 
@@ -139,15 +140,15 @@ def _overlay(new: Any, old: Any, at: Any) -> Any:
     return where(at >= 0, old[at], new)
 
 
-def streamed_loss(program: Program, data: StreamedData, p: np.ndarray, x: Any) -> float:
+def streamed_loss(local: LocalProgram, data: StreamedData, p: np.ndarray, x: Any) -> float:
     """f at x by one pass over data that is not in memory."""
     weights = p / data.sizes
     total = 0.0
     for batch, clients in data.passes():
-        total += float(_part_of_loss(program)(x, batch, weights[clients].astype(x.dtype)))
+        total += float(_part_of_loss(local)(x, batch, weights[clients].astype(x.dtype)))
     return total
 
 
 @functools.lru_cache(maxsize=16)
-def _part_of_loss(program: Program) -> Callable[[Any, Any, Any], Any]:
-    return jax.jit(lambda x, batch, weights: loss_at(program.loss, program.unravel(x), batch, weights))
+def _part_of_loss(local: LocalProgram) -> Callable[[Any, Any, Any], Any]:
+    return jax.jit(lambda x, batch, weights: loss_at(local.loss, local.unravel(x), batch, weights))

@@ -115,8 +115,3 @@ class Form:
     def params(self, y: Any) -> Any:
         """The model's params of a vector in either form."""
         return jax.tree.unflatten(self.tree, y.arrays) if isinstance(y, Blocks) else self.unravel(y)
-
-
-def squared_norm(v: Any) -> Any:
-    """‖v‖², as products: several times faster on a CPU than a sum of squares."""
-    return sum(jnp.vdot(a, a) for a in jax.tree.leaves(v))

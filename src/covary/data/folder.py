@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from covary.errors import CovaryError, refused
+from covary.runs import machine
 from covary.runs.files import content_of
-from covary.runs.machine import host_memory
 
 FORMAT = 1
 _HEADER = 128  # bytes in front of an array; NumPy's own header fits for every shape that can be here
@@ -90,7 +90,7 @@ def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
         sizes = _mapped(folder / "sizes.npy")
         examples = _rebuilt(about["form"], folder)
         leaves = jax.tree.leaves(examples)
-        if sizes.nbytes > host_memory() / 16:
+        if sizes.nbytes > machine.memory() / 16:
             raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, more than is read")
         sizes = np.array(sizes)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from covary._engine.job import first_met
 from covary.data import datasets, partition
 from covary.experiments.common import ALGORITHMS, Budget, Case, Cell, Log, attempt, tune
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
+from covary.targets import Target
 
 SIMILARITIES = (0.0, 0.1, 1.0)
 CENTRE = 1.0  # of the step-sizes tried
@@ -45,5 +45,7 @@ def compare(
         whole = attempt(case, problem, budget, [cell.eta_l], budget.rounds, None, log, own, measure_loss=True)
         curves = {name: curve[0] for name, curve in whole.curves.items()}
         accuracy = curves["accuracy"]
-        rounds, best = first_met("accuracy", accuracy, target), np.nanmax(accuracy, axis=1).tolist()
+        goal = Target("accuracy", 1.0, target)
+        first = [goal.first_met(curve) for curve in accuracy]
+        rounds, best = [None if r is None else r + 1 for r in first], np.nanmax(accuracy, axis=1).tolist()
         yield replace(cell, rounds=rounds, accuracy=best), curves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,11 +16,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from covary import algorithms
-from covary._engine.cohort import work_of_client
-from covary._engine.devices import Place
-from covary._engine.evaluate import measure
-from covary._engine.plan import Layout, Plan, batches_of, make_plan
-from covary._engine.program import Program, Target, World
+from covary._engine.devices import Place, on_devices
+from covary._engine.evaluate import Evaluation, measure
+from covary._engine.local import LocalProgram, work_of_client
+from covary._engine.plan import Layout, LocalPlan, batches_of, plan_local_work
 from covary.algorithm import Algorithm, Exchange, rebuild
 from covary.checks import flag, non_negative, positive, whole
 from covary.client import Guard
@@ -39,9 +38,9 @@ from covary.flower.refusals import (
 from covary.flower.state import StateFolder, state_folder
 from covary.flower.wire import bytes_of, facts_of, pack, vectors_of
 from covary.problem import Problem
+from covary.training import LocalWork
 
 FACTORIES = tuple(getattr(algorithms, name) for name in algorithms.__all__)
-FULL_BATCH = {"local_steps": None, "local_epochs": None, "batch_size": None}
 
 
 class Task(NamedTuple):
@@ -318,6 +317,7 @@ class JaxNode:
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
         self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)))
+        self.place = Place((jax.devices()[0],), width=1)
         self.buffers: dict[str, np.ndarray] = {}
 
     def steps(self, training: dict[str, Any]) -> int:
@@ -326,58 +326,61 @@ class JaxNode:
     def batches(self, batch_size: Any) -> tuple[int, int]:
         return smallest_batch_of(batch_size, self.size), int(batches_of(batch_size, np.array([self.size]))[2][0])
 
-    def _plan(self, training: dict[str, Any]) -> tuple[Plan, Layout]:
-        plan, layout = make_plan(self.problem, algorithms.fedavg(1.0), None, **training, weights="uniform")
+    def _plan(self, training: Mapping[str, Any]) -> tuple[LocalPlan, Layout]:
+        plan, layout = plan_local_work(LocalWork(**training), self.problem.data.sizes)
         self.problem.refuse_other_losses(one_by_one=plan.ragged_batches)
-        return plan, layout
-
-    def _program(self, algorithm: Algorithm, training: dict[str, Any]) -> tuple[Program, World]:
-        plan, layout = self._plan(training)
-        program = Program(
-            recipe=algorithm.recipe or algorithm,
-            plan=plan,
-            loss=self.problem.loss,
-            metrics=self.problem.metrics,
-            evaluated=("loss", *self.problem.metric_names),
-            unravel=self.unravel,
-            chunk=1,
-            eval_every=1,
-            average=False,
-            place=Place((jax.devices()[0],), 1),
-            divisible=not self.problem.mixes_examples,
-        )
-        examples, tested_on = self.problem.on(program.place)
-        return program, World(examples, tested_on, None, layout, Target(0, 1.0, np.inf), 1.0)
+        return plan, Layout(*(int(field[0]) for field in layout))
 
     def work(
         self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
-        program, world = self._program(algorithm, task.training)
-        run = _compiled_work(program, task.trip, task.warm, task.steps, privacy)
+        plan, layout = self._plan(task.training)
+        program = LocalProgram(plan, self.problem.loss, self.unravel)
+        recipe = algorithm.recipe or algorithm
+        run = _compiled_work(program, recipe, layout, (task.trip, task.warm, task.steps), privacy)
         noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # nobody else knows it
         key = np.asarray(jax.random.key_data(jax.random.key(task.seed)))
-        done = run(dict(algorithm.numbers), down, client, key, task.round, task.number, noise, world)
+        examples, _ = on_devices(self.problem, self.place)
+        done = run(dict(algorithm.numbers), down, client, key, task.round, task.number, noise, examples)
         up, client, drift = jax.tree.map(np.asarray, done)
         return up, client, buffers, float(drift)
 
     def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
-        program, world = self._program(algorithms.fedavg(1.0), FULL_BATCH)
-        values = jax.jit(measure, static_argnums=0)(program, x, world)
-        test = self.problem.test
-        tested = self.size if test is None else len(jax.tree.leaves(test)[0])
+        problem = self.problem
+        names = ("loss", *problem.metric_names)
+        evaluation = Evaluation(names, problem.loss, problem.metrics, self.unravel, not problem.mixes_examples)
+        examples, tested_on = on_devices(problem, self.place)
+        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on)
+        tested = self.size if problem.test is None else len(jax.tree.leaves(problem.test)[0])
         return {name: float(value) for name, value in values.items()}, tested
+
+
+_compiled_measure = jax.jit(measure, static_argnums=(0, 1))
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_work(
-    program: Program, trip: int, warm: bool, steps: int | None, privacy: Privacy
+    program: LocalProgram,
+    recipe: Any,
+    layout: Layout,
+    which: tuple[int, bool, int | None],
+    privacy: Privacy,
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    def work(numbers: Any, down: Any, client: Any, key: Any, r: Any, i: Any, noise: Any, world: World) -> Any:
-        algorithm = rebuild(program.recipe, numbers)
-        exchange = _exchange(algorithm, trip, warm, steps)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), r), trip)
+    """`(numbers, down, client, key, r, i, noise, examples) -> up, client, drift`: an exchange, compiled.
+
+    `which` exchange: its number, whether it is the warm start's, and K where the server knows it.
+    """
+
+    def work(numbers: Any, down: Any, client: Any, key: Any, r: Any, i: Any, noise: Any, examples: Any) -> Any:
+        exchange = _exchange(rebuild(recipe, numbers), *which)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), r), which[0])
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
-        return work_of_client(program, exchange, down, key, world, True, i, 0, 0, client, guard)
+
+        def fetch(positions: Any) -> Any:
+            return jax.tree.map(lambda leaf: leaf.at[positions].get(mode="promise_in_bounds"), examples)
+
+        client_key = jax.random.fold_in(key, i)
+        return work_of_client(program, exchange, down, client, fetch, layout, client_key, guard=guard)
 
     return jax.jit(work)
 

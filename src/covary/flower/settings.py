@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.job import direction
 from covary._engine.plan import batches_of
 from covary.checks import positive, whole
 from covary.errors import CovaryError, refused
+from covary.targets import Target, target_of
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,9 @@ def overridden(settings: Settings, wanted: Mapping[str, Any]) -> Settings:
     return replace(settings, **{name: _meant(name, value) for name, value in wanted.items() if name in ours})
 
 
-def goal(text: str) -> tuple[str, float, float]:
-    """ "accuracy >= 0.9" as a name, +1 to rise or -1 to fall, and the value."""
-    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)?\s*([-+.\de]+)\s*", text) if isinstance(text, str) else None
-    try:
-        if found is None:
-            raise ValueError
-        name, way, value = found[1], found[2], float(found[3])
-    except ValueError:
-        raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.") from None
-    return name, {"<=": -1.0, ">=": 1.0, None: direction(name)}[way], value
+def goal(text: str) -> Target:
+    """The target of a text such as "accuracy >= 0.9"."""
+    target = target_of(text) if isinstance(text, str) else None
+    if target is None:
+        raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.")
+    return target

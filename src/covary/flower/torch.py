@@ -16,7 +16,7 @@ import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
-from covary._engine.cohort import order_of_epoch
+from covary._engine.local import order_of_epoch
 from covary._engine.plan import batches_of
 from covary.algorithm import Algorithm, Gradient
 from covary.checks import whole

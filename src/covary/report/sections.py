@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.job import direction
 from covary.report.story import Cell, Claim, Line, Row, Story, Table
+from covary.targets import direction_of
 
 
 def measured(line: Line, metric: str) -> bool:
@@ -53,7 +53,7 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
 def _counted(line: Line, metric: str, value: float, mean: float | None, base: float | None) -> Row:
     """A line's rounds to the target, its speed-up, the bytes it sent by then, and the best value it came to."""
     known = line.columns[metric][np.isfinite(line.columns[metric])]
-    best = float(known.max() if direction(metric) > 0 else known.min())
+    best = float(known.max() if direction_of(metric) > 0 else known.min())
     reached: Row = [(f"{best:.4g}", best)]
     if mean is None:
         return [(f"not in {line.columns[metric].shape[1]}", None), ("", None), ("", None), *reached]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.job import first_met
 from covary.errors import CovaryError
 from covary.runs.folder import RunFolder
+from covary.targets import Target, direction_of
 
 Cell = str | tuple[str, float | None]  # a text, and the number to sort by where there is one
 Row = list[Cell]
@@ -43,7 +43,9 @@ class Line:
         """For each seed, the first round that met the value."""
         if metric not in self.columns:
             return [None]
-        return first_met(metric, self.columns[metric], value)
+        target = Target(metric, direction_of(metric), value)
+        first = [target.first_met(curve) for curve in self.columns[metric]]
+        return [None if at is None else at + 1 for at in first]
 
 
 @dataclass(frozen=True)

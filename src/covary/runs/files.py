@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from covary.errors import CovaryError
-from covary.runs.machine import host_memory
+from covary.runs import machine
 
 Content = tuple[dict[str, np.ndarray], dict[str, Any]]
 """Arrays by name, and facts about them that JSON can hold."""
@@ -59,7 +59,7 @@ class File:
         So is one of more than `most` bytes, or of half the memory, before it is read.
         """
         try:
-            raw = content_of(self.path, host_memory() // 2 if most is None else most)
+            raw = content_of(self.path, machine.memory() // 2 if most is None else most)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.job import goal_of
 from covary._engine.plan import batches_of, cohort_size
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import CovaryError, DivergenceWarning, refused
 from covary.problem import Problem
 from covary.simulate import simulate
+from covary.targets import target_of
 from covary.theory import rates
 from covary.theory.advice import Evidence, Point, cautions, predicted, reasons
 from covary.theory.dissimilarity import gradient_dissimilarity, gradient_noise
@@ -152,7 +152,7 @@ def diagnose(
     if local_steps is not None:
         whole("local_steps", local_steps, 1)
     if isinstance(problem, Problem):
-        goal_of(target, ("loss", *problem.metric_names))
+        target_of(target, ("loss", *problem.metric_names))
     oracle = Oracle(problem, weights, seed, x0)
     S = cohort_size(clients_per_round, problem.n_clients)
     batches_of(batch_size, problem.data.sizes)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from covary._engine.cohort import loss_at
+from covary._engine.local import loss_at
 from covary.checks import whole
 from covary.errors import CovaryError, refused
 from covary.problem import Problem

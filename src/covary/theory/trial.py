@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from covary import algorithms
-from covary._engine.job import direction
 from covary.algorithm import Algorithm
 from covary.problem import Problem
 from covary.sweep import RATIO, Sweep, half_decade, sweep
+from covary.targets import direction_of, target_of
 
 NEAR = 1.1  # needing up to this many times the fewest trips is as good
 
@@ -61,9 +61,8 @@ class Contest:
     @property
     def way(self) -> float:
         """+1 where the metric is to rise, -1 where it is to fall."""
-        if self.target and len(self.target) == 3:
-            return 1.0 if self.target[1] == ">=" else -1.0
-        return direction(self.metric)
+        target = target_of(self.target)
+        return direction_of(self.metric) if target is None else target.direction
 
     def order(self, trial: Trial) -> tuple[float, float]:
         """Fewest trips to the goal first, then the best value."""

@@ -1,0 +1,112 @@
+"""c = mean(c_i): measured in compiled rounds, and checked by the host in float64."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from covary._engine.cohort import real_share, share, total
+from covary._engine.devices import AXIS, agreed
+from covary._engine.program import Program, State, World
+from covary.algorithm import Algorithm
+from covary.errors import CovaryError
+
+BLOCK = 1024  # clients read at a time when all are
+
+
+class BrokenInvariant(CovaryError):
+    """c is no longer the mean of c_i."""
+
+
+def control_error(program: Program, algorithm: Algorithm, state: State, world: World) -> dict[str, Any]:
+    """How far the server's control variate is from the mean of its clients', for algorithms that have one.
+
+    Reading all N controls must not cost more than the round: where N is large against S K, this is left to the end.
+    """
+    if algorithm.invariant is None:
+        return {}
+    c = getattr(state.server, algorithm.invariant[0])
+    plan, place = program.plan, program.place
+    if not program.resident or plan.n_clients > 4 * plan.cohort * plan.local.max_steps:
+        return {"control_error": jnp.full((), jnp.nan, c.dtype)}
+    c_i, p = getattr(state.clients, algorithm.invariant[1]), world.roster.p.astype(c.dtype)  # (N / devices, d), (N,)
+    if len(place.devices) > 1:
+        p = jnp.pad(p, (0, len(c_i) * len(place.devices) - len(p)))
+        p = jax.lax.dynamic_slice_in_dim(p, jax.lax.axis_index(AXIS) * len(c_i), len(c_i))
+    return {"control_error": jnp.linalg.norm(c - total(place, p, c_i, None))}
+
+
+def control_change(program: Program, algorithm: Algorithm, cohort: Any, old: Any, new: Any) -> dict[str, Any]:
+    """The mean over the cohort of ‖c_i+ - c_i‖²."""
+    if algorithm.invariant is None:
+        return {}
+    before, after = (getattr(rows, algorithm.invariant[1]) for rows in (old, new))
+    weights = share(program.place, jnp.full(len(cohort), 1 / len(cohort), after.dtype))
+    real = real_share(program.place, len(cohort))
+    return {"control_change": total(program.place, weights, jnp.sum((after - before) ** 2, axis=1), real)}
+
+
+def largest_control(program: Program, algorithm: Algorithm, before: Any, server: Any, new: Any) -> Any:
+    """The largest number of any control so far, this round's included."""
+    if algorithm.invariant is None:
+        return before
+    server_field, client_field = algorithm.invariant
+    largest = jnp.max(jnp.abs(getattr(new, client_field)))
+    if len(program.place.devices) > 1:
+        largest = jax.lax.pmax(largest, AXIS)
+    return jnp.maximum(jnp.maximum(before, largest), jnp.max(jnp.abs(getattr(server, server_field))))
+
+
+class Watch:
+    """Checks c against the mean of c_i, which never differ by more than rounding.
+
+    The two sides are kept by different code, the server's by adding changes and the clients' by replacing states, so a
+    lost, doubled or damaged state shows here.
+    """
+
+    def __init__(self, algorithm: Algorithm, p: np.ndarray):
+        self.algorithm, self.p = algorithm, p
+        self.began, self.spent = time.perf_counter(), 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to check, and checking has taken no more than a fiftieth of the time so far."""
+        if self.algorithm.invariant is None:
+            return False
+        return bool(agreed(self.spent <= 0.02 * (time.perf_counter() - self.began)))
+
+    def error(self, state: State, clients: Any, seen: np.ndarray | None = None) -> float:
+        """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run."""
+        assert self.algorithm.invariant is not None
+        started = time.perf_counter()
+        server_field, client_field = self.algorithm.invariant
+        c = np.asarray(getattr(state.server, server_field))
+        error = float(np.linalg.norm(c - mean_control(clients, client_field, self.p, seen)))
+        eps, round = float(jnp.finfo(c.dtype).eps), int(state.control.round)
+        rounding = (np.sqrt(eps) + eps * round) * np.sqrt(c.size) * float(state.accounts.scale)
+        if not error <= rounding:
+            raise BrokenInvariant(
+                f"After round {round} the server's {server_field} is {error:.3g} away from the mean of the clients' "
+                f"{client_field}, and rounding explains at most {rounding:.3g}: a client's state was lost or changed "
+                "from outside. The run stops, because its later rounds would not be those of the algorithm. Resume "
+                "from the last checkpoint, or start a new run."
+            )
+        self.spent += time.perf_counter() - started
+        return error
+
+
+def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | None = None) -> np.ndarray:
+    """sum p_i c_i over all clients, in float64 whatever the states' precision, a block of clients at a time."""
+    rows = getattr(clients, field)
+    ids = np.arange(len(p))
+    total = np.zeros(rows.shape[1:])
+    if seen is not None and not seen.all():  # all the others have one and the same row
+        total += p[~seen].sum() * np.asarray(rows[int(np.flatnonzero(~seen)[0])], float)
+        ids = ids[seen]
+    for block in np.split(ids, range(BLOCK, len(ids), BLOCK)):
+        total += np.tensordot(p[block], np.asarray(rows[block], float), 1)
+    return total
