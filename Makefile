@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test nightly docs wheel deploy-demo screenshots clean
+# What the mathematics and the refusals rest on: no subprocesses, no browser, no data that must be fetched.
+CORE := $(patsubst %,tests/test_%.py,contract oracle reductions equations invariant bad_input theory)
+
+.PHONY: demo check lint test nightly docs wheel mutants deploy-demo screenshots clean
 
 demo: .venv/installed
 	$(BIN)/covary compare --open
@@ -10,17 +13,25 @@ demo: .venv/installed
 deploy-demo: .venv/installed-dev
 	$(BIN)/python examples/deploy_demo.py
 
-test: .venv/installed-dev .venv/axe
+# On every commit, in a minute and a half; before a change is merged, in eight minutes; every night, in an hour or two.
+check: .venv/installed-dev lint
+	$(BIN)/pytest $(CORE)
+
+test: .venv/installed-dev .venv/axe lint docs
+	$(BIN)/pytest
+
+nightly: .venv/installed-dev .venv/axe wheel mutants
+	COVARY_CONFIGURATIONS=10000 $(BIN)/pytest tests/test_any_configuration.py
+	$(BIN)/pytest -m nightly -n 1
+
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(MAKE) docs
-	$(BIN)/pytest
-	$(MAKE) wheel
 
-# Deployments with real processes, for minutes: they need nginx.
-nightly: .venv/installed-dev
-	$(BIN)/pytest -m nightly -n 1
+# Are the tests able to fail? Changes to the code that make test must notice.
+mutants: .venv/installed-dev
+	$(BIN)/python tests/mutants.py
 
 docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import ROOT
+from helpers import HANGS, ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 AXE = ROOT / ".venv" / "node_modules" / "axe-core" / "axe.min.js"
@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ALONE)
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ALONE, timeout=1000 * HANGS)
         yield started
         started.close()
 
@@ -40,6 +40,7 @@ def opened(where: str, width: int = 1200, **options: Any) -> Iterator[Any]:
     """A page at an address, which must neither complain on the console nor ask anyone else for anything."""
     with browser() as started:
         page = started.new_context(viewport={"width": width, "height": 900}, **options).new_page()
+        page.set_default_timeout(1000 * HANGS)
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -19,7 +19,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["all at once", "eight devices", "disk store on three devices"])  # test_engine.py has all
+IN_TEST = ("all at once", "eight devices", "disk store on three devices")
+
+
+@pytest.fixture(params=[pytest.param(mode, marks=() if mode in IN_TEST else pytest.mark.nightly) for mode in MODES])
 def every_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cv.simulate` in one of the modes."""
     monkeypatch.setattr(cv, "simulate", functools.partial(cv.simulate, **MODES[request.param]))

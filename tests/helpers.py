@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
+import signal
 import subprocess
 import sys
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ import numpy as np
 import pytest
 
 import covary as cv
+from covary.cli import main
 from covary.client import client_loop
 
 ROOT = Path(__file__).parent.parent
@@ -77,11 +84,46 @@ def plain_server(
     return server, clients
 
 
+HANGS = 1800  # seconds that nothing takes, however busy the machine: a test that waits for as long says for what
+
+
 def covary(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command line in a fresh process, in float32 and fully compiled, as users have it."""
+    """The command line in this process, in float32 as users have it."""
+    out, told, status = io.StringIO(), io.StringIO(), 0
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(told),
+        warnings.catch_warnings(),
+        jax.enable_x64(False),
+    ):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["covary", *args])
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return subprocess.CompletedProcess(args, status, out.getvalue(), told.getvalue())
+
+
+def covary_process(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a fresh process, fully compiled, as users have it."""
     command = [sys.executable, "-m", "covary", *args]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANGS)
+
+
+def wait_until(happened: Callable[[], Any], what: str, process: subprocess.Popen[Any] | None = None) -> None:
+    """Wait for an event, however long a busy machine takes, unless the process that should bring it about has ended."""
+    deadline = time.monotonic() + HANGS
+    while not happened():
+        ended = process is not None and process.poll() is not None and not happened()
+        assert not ended, f"the process ended with {process and process.returncode} while waiting until {what}"
+        assert time.monotonic() < deadline, f"waited {HANGS} s in vain until {what}"
+        time.sleep(0.05)
 
 
 DATA = Path(os.environ.get("COVARY_DATA", ROOT.parent / "shared" / "data"))

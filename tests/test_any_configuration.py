@@ -25,7 +25,7 @@ from covary.cli import app
 COUNT = int(os.environ.get("COVARY_CONFIGURATIONS", "300"))
 SEED = int(os.environ.get("COVARY_SEED", "0"))
 RAN: list[Path] = []
-HANGS = 180  # seconds that no small run takes
+HANGS = 900  # seconds that no small run takes, however busy the machine
 
 ODD = st.sampled_from(
     [

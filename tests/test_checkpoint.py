@@ -14,7 +14,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, wait_until
 from killed import EVERY, outcome, problem
 
 import covary as cv
@@ -23,7 +23,6 @@ from covary._engine.invariant import BrokenInvariant
 from covary.runs.files import Damaged, File
 from covary.runs.interrupt import Interrupted
 
-KILLS = int(os.environ.get("COVARY_KILLS", "8"))
 SETTINGS = {"clients_per_round": 4, "local_epochs": 1, "batch_size": 5}
 
 
@@ -33,16 +32,31 @@ def same(found, expected):
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def work(*args, seconds=180.0, scratch=None):
-    """A process that does the work; it is killed when the time is up, and then this is False."""
-    command = [sys.executable, str(ROOT / "tests" / "killed.py"), *map(str, args)]
-    env = os.environ | ({} if scratch is None else {"TMPDIR": str(scratch)})
+def work(kind, checkpoints, out, scratch, saves=None, pause=0.0):
+    """A process that does the work. It is killed when it has saved so many times and a moment has passed; then False.
+
+    What it saves is counted by its names, not by the time, so that a slow machine kills as often as a fast one.
+    """
+    command = [sys.executable, str(ROOT / "tests" / "killed.py"), kind, str(checkpoints), str(out)]
+    told = out.with_suffix(".told")
+    with told.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(scratch)})
+    seen = {str(path) for path in checkpoints.rglob("round-*")}
+    new = set()
+
+    def saved():
+        new.update({str(path) for path in checkpoints.rglob("round-*")} - seen)
+        return process.poll() is not None or (saves is not None and len(new) >= saves)
+
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
-    except subprocess.TimeoutExpired:
-        return False
-    assert done.returncode == 0, done.stderr
-    return True
+        wait_until(saved, f"{kind} ends, or has saved {saves} times")
+        if process.poll() is None:
+            time.sleep(pause)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode in (0, -signal.SIGKILL), told.read_text()
+    return process.returncode == 0
 
 
 def compare(folder):
@@ -50,27 +64,35 @@ def compare(folder):
         same(dict(found), dict(expected))
 
 
-@pytest.mark.parametrize("kind", ["simulate", "disk", "sweep", "compare"])
-def test_killed_at_random_moments_and_resumed(kind, tmp_path):
+def killed_and_resumed(kind, tmp_path, kills):
     """Real processes, real SIGKILLs; the undisturbed run is another process with a folder of its own."""
-    scratch = tmp_path / "scratch"
+    scratch, chance = tmp_path / "scratch", random.Random(kind)
     scratch.mkdir()
-    began = time.monotonic()
-    assert work(kind, tmp_path / "undisturbed", tmp_path / "expected.npz")
-    whole, chance = time.monotonic() - began, random.Random(kind)
-    given, kills = (kind, tmp_path / "checkpoints", tmp_path / "found.npz"), 0
-    while kills < -(-KILLS // 4):
-        if not work(*given, seconds=chance.uniform(0.3, 1.0) * whole, scratch=scratch):
-            kills += 1
-        else:  # it came to its end: another run is to be killed, sooner
+    assert work(kind, tmp_path / "undisturbed", tmp_path / "expected.npz", scratch)
+    given = (kind, tmp_path / "checkpoints", tmp_path / "found.npz", scratch)
+    for _ in range(kills):
+        if work(*given, saves=chance.randint(1, 3), pause=chance.uniform(0.0, 0.05)):  # it came to its end
             compare(tmp_path)
             shutil.rmtree(tmp_path / "checkpoints")
-            whole *= 0.8
-    assert work(*given, scratch=scratch)
+    assert work(*given)
     compare(tmp_path)
     assert not list((tmp_path / "checkpoints").rglob("*.draft"))
     assert len(list((tmp_path / "checkpoints").rglob("round-*"))) <= 2
     assert not list(scratch.iterdir())
+
+
+KINDS = pytest.mark.parametrize("kind", ["simulate", "disk", "sweep", "compare"])
+
+
+@KINDS
+def test_killed_and_resumed(kind, tmp_path):
+    killed_and_resumed(kind, tmp_path, kills=1)
+
+
+@pytest.mark.nightly
+@KINDS
+def test_killed_again_and_again_and_resumed(kind, tmp_path):
+    killed_and_resumed(kind, tmp_path, kills=12)
 
 
 @pytest.fixture
@@ -89,7 +111,7 @@ def test_a_signal_saves_and_says_so(number, tmp_path):
             os.kill(os.getpid(), number)
 
     call = {"rounds": 120, "checkpoint": tmp_path, "checkpoint_every": 50, **SETTINGS}
-    with pytest.raises(Interrupted, match="goes on from there") as stopped:
+    with pytest.raises(Interrupted, match="the same call resumes it") as stopped:
         cv.simulate(cv.scaffold(0.05), problem(), log=log, **call)
     assert 8 <= stopped.value.round <= 50
     run = cv.simulate(cv.scaffold(0.05), problem(), **call)

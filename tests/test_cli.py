@@ -1,14 +1,16 @@
-"""The command line as a user meets it."""
+"""The command line as a user meets it: in this process, and where a behaviour is the process's own, in a fresh one."""
 
 import json
 import shlex
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 
 import pytest
-from helpers import covary
+from helpers import HANGS, covary, covary_process, wait_until
+
+from covary.bench import measure
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
@@ -27,7 +29,7 @@ def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
 
 
 def test_run_in_a_fresh_process(tmp_path):
-    result = covary("run", "scaffold", "--eta-l", "1", "--rounds", "5", "--similarity", "0.1", cwd=tmp_path)
+    result = covary_process("run", "scaffold", "--eta-l", "1", "--rounds", "5", "--similarity", "0.1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "5 rounds" in result.stdout
     assert "Warning" not in result.stderr
@@ -73,11 +75,9 @@ def test_a_torn_line_and_rounds_done_twice_are_gone_when_a_run_goes_on(tmp_path)
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "covary", "run", "scaffold", "--rounds", "20000", "--similarity", "0.1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("runs/*/checkpoint/round-*")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        time.sleep(0.1)
+    wait_until(lambda: list(tmp_path.glob("runs/*/checkpoint/round-*")), "the run has a checkpoint", process)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=HANGS)
     assert process.returncode == 130, told
     again = shlex.split(told.splitlines()[-1])
     assert again[:6] == ["covary", "run", "scaffold", "--rounds", "20000", "--similarity"]
@@ -87,8 +87,16 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     assert "eta_l was 0.3 and is 0.5" in refused.stderr
 
 
-def test_bench_works(tmp_path):
-    done = covary("bench", "rounds", "sweep", "--quick", "--no-peers", cwd=tmp_path)
+@pytest.mark.parametrize("run", [covary, pytest.param(covary_process, marks=pytest.mark.nightly)])
+def test_bench_works(run, tmp_path, monkeypatch):
+    if run is covary:  # in small, where programs are compiled but not made fast
+        training = measure._training
+        monkeypatch.setattr(measure, "_training", lambda workload, seconds: training(workload, seconds) | {"rounds": 8})
+        monkeypatch.setattr(measure, "SWEEP", {"eta_l": [0.01, 0.1]})
+        for name in ("W1", "W2"):
+            small = replace(getattr(measure, name), batch=10, features=20, hidden=8, classes=4)
+            monkeypatch.setattr(measure, name, small)
+    done = run("bench", "rounds", "sweep", "--quick", "--no-peers", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "One round of W1" in done.stdout
     assert "Sweep of 24" in done.stdout
@@ -102,4 +110,4 @@ def test_bench_works(tmp_path):
 def test_bench_refuses_what_it_does_not_have(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
-    assert "PARTS must be some of rounds, sweep, cnn, first, growth" in done.stderr
+    assert "PARTS must be any of rounds, sweep, cnn, first, growth" in done.stderr

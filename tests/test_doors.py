@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from helpers import HANGS
 from loopback import LoopbackGrid
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from covary.cli import app as cli
 from covary.errors import CovaryError
 from covary.flower import Limits, Settings, audit, client_app, outcome, serve, torch_client_app
 from covary.flower.journal import Order
-from covary.flower.refusals import told
+from covary.flower.refusals import refusal
 from covary.flower.start import spec_of, start_of
 from covary.flower.wire import facts_of, pack
 
@@ -185,7 +186,7 @@ def test_no_text_of_an_error_leaves_a_node(where, tmp_path, capsys, caplog):
     everything = "".join(str(reply.content) + str(reply) for reply in replies) + capsys.readouterr().out
     assert "Ada" not in everything
     assert str(tmp_path / "state0") not in everything
-    assert "Reference" in everything
+    assert "See reference" in everything
     assert SECRET in caplog.text  # in the node's own log, under the reference that the server has
     reference = next(f["reference"] for r in replies if "refused" in (f := facts_of(r)))
     assert reference in caplog.text
@@ -324,7 +325,7 @@ def test_limits_on_orders_and_jobs_hold_across_jobs_and_restarts(tmp_path, capsy
 def test_a_mistyped_limit_is_refused_and_a_name_that_an_app_made_up_stays_at_home(tmp_path, capsys, caplog):
     with pytest.raises(CovaryError, match="spelled smallest-batch"):
         Limits().overridden({"smallest_batch": 33})
-    assert told(type(SECRET, (Exception,), {})())["refused"] == "Exception"
+    assert refusal(type(SECRET, (Exception,), {})())["refused"] == "Exception"
 
 
 def test_the_nodes_own_configuration_overrides_the_limits_of_its_app(tmp_path, capsys):
@@ -440,7 +441,7 @@ def test_buffers_are_screened_too_and_no_variance_is_negative(tmp_path, capsys):
 
 
 def test_drift_is_no_target():
-    with pytest.raises(CovaryError, match="Any one node can claim any drift"):
+    with pytest.raises(CovaryError, match="A single node can claim any drift"):
         Settings(3, target="drift <= 1e-6")
 
 
@@ -492,7 +493,7 @@ def test_a_reply_with_a_huge_record_nobody_asked_for_is_not_decoded_nor_counted(
 
     run = deploy(tmp_path, grid_of(tmp_path, parts(), fat), cv.scaffold(0.3), 2)
     assert run.history["cohort"].tolist() == [[0, 2, 3]] * 2
-    assert "1 records in it were not asked for" in capsys.readouterr().out
+    assert "1 records that were not asked for" in capsys.readouterr().out
 
 
 def test_one_nodes_word_does_not_end_a_run(tmp_path, capsys):
@@ -559,12 +560,12 @@ def test_a_superlink_that_is_gone_ends_the_run_after_patience_and_frees_the_chec
 
     class Gone(LoopbackGrid):
         def get_nodes(self) -> Any:
-            gone.wait(60)  # as Flower's grid, which tries again without limit
+            gone.wait(HANGS)  # as Flower's grid, which tries again without limit
             return []
 
     with pytest.raises(CovaryError, match=r"The SuperLink has not answered for 0\.2 s.*resume=true"):
         deploy(tmp_path, Gone({}), cv.scaffold(0.3), 2, min_clients=1, patience=0.1)
     gone.set()
     assert outcome(tmp_path / "server").state == "stopped"
-    deploy(tmp_path, grid_of(tmp_path, parts()), cv.scaffold(0.3), 2, resume=True, patience=60.0)
+    deploy(tmp_path, grid_of(tmp_path, parts()), cv.scaffold(0.3), 2, resume=True, patience=HANGS)
     assert outcome(tmp_path / "server").reached

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from helpers import HANGS
 from loopback import LoopbackGrid
 from typer.testing import CliRunner
 
@@ -27,6 +29,8 @@ from covary.flower import (
     server_app,
     torch_client_app,
 )
+from covary.flower.exchange import checked
+from covary.flower.messages import FAILURES, failure
 from covary.flower.wire import facts_of, pack
 
 N, D = 4, 5
@@ -61,7 +65,7 @@ def jax_apps(folder, data, model=MODEL, **options):
 
 
 def deploy(folder, grid, algorithm, rounds=4, model: Any = MODEL, **settings):
-    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": 60.0, **ROUND, **settings}
+    settings = {"checkpoint": folder / "server", "min_clients": len(grid.apps), "patience": HANGS, **ROUND, **settings}
     return serve(grid, algorithm, model, Settings(rounds, **settings))
 
 
@@ -296,7 +300,7 @@ def test_loaders_that_cannot_be_trained_on_are_refused(loader, why, tmp_path, ca
 
 def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):
     grid = LoopbackGrid(torch_apps(tmp_path, parts()))
-    with pytest.raises(CovaryError, match="0 nodes are there"):
+    with pytest.raises(CovaryError, match="0 nodes are online"):
         deploy(tmp_path, grid, cv.scaffold(0.1), 1, MODEL, patience=0.5)
 
 
@@ -346,7 +350,49 @@ def test_a_lie_is_refused_and_named_and_the_round_goes_on(lie, tmp_path, capsys)
         assert audited(tmp_path / name).gap < 1e-12
     np.testing.assert_array_equal(runs["lying"].x, runs["absent"].x)
     np.testing.assert_array_equal(runs["lying"].server.c, runs["absent"].server.c)
-    assert "is left out: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "is left out: " in out
+    assert "Traceback" not in out
+
+
+def test_a_bug_of_covarys_own_shows_its_traceback_and_the_round_goes_on(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def broken(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise TypeError("what a node sent: \x1b[2J")
+        return checked(*arguments)
+
+    monkeypatch.setattr("covary.flower.exchange.checked", broken)
+    run = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts())), cv.scaffold(0.3), 2)
+    out = capsys.readouterr().out
+    assert (run.history["cohort"] >= 0).sum(axis=1).tolist() == [N - 1, N]
+    assert "ERROR: covary failed to read the reply of" in out
+    assert "in broken" in out
+    assert r"TypeError: what a node sent: \x1b[2J" in out
+    assert "is left out" not in out
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_the_log_has_levels(tmp_path, caplog):
+    def fault(node, message):
+        return tampered(LIES["NaN"]) if node == 1 and message.metadata.message_type == "train" else None
+
+    grid = LoopbackGrid(jax_apps(tmp_path, parts()), fault)
+    with caplog.at_level("INFO", "covary.flower"), pytest.raises(CovaryError, match="No round could be finished"):
+        deploy(tmp_path, grid, cv.scaffold(0.3), 1, min_replies=N, patience=0.1)
+    levels = {}
+    for text in ("joined", "is left out", "covary: stopped: 0 of 1 rounds are done."):
+        levels[text] = {record.levelname for record in caplog.records if text in record.getMessage()}
+    assert list(levels.values()) == [{"INFO"}, {"WARNING"}, {"ERROR"}]
+
+
+def test_each_error_of_flowers_is_explained_and_one_may_mean_an_app_that_is_not_approved():
+    codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
+    assert codes == {ErrorCode.UNKNOWN, *FAILURES}
+    unapproved = {code for code in codes if "has not approved" in failure(code)}
+    assert unapproved == {ErrorCode.CLIENT_APP_RAISED_EXCEPTION}
 
 
 def test_a_replayed_reply_is_refused(tmp_path, capsys):
@@ -417,7 +463,7 @@ def test_a_node_that_missed_the_first_question_is_asked_again(tmp_path, monkeypa
         return None
 
     now = [0.0]  # an hour passes with every look at the clock
-    for room in ("server", "post"):
+    for room in ("membership", "messages"):
         monkeypatch.setattr(f"covary.flower.{room}.time", FastClock(now))
     deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 1, patience=1e9)
     assert len(asked) == 2
@@ -527,7 +573,7 @@ def test_too_few_replies_abandon_a_round_and_count_nothing(tmp_path, capsys):
 
 def test_a_server_that_waits_in_vain_says_what_for(tmp_path):
     grid = LoopbackGrid(jax_apps(tmp_path, parts()))
-    with pytest.raises(CovaryError, match="4 nodes are there, 5 are needed"):
+    with pytest.raises(CovaryError, match=r"4 nodes are online .* 5 are needed"):
         deploy(tmp_path, grid, cv.scaffold(0.3), 3, min_clients=5, patience=0.5)
 
 

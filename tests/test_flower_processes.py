@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
+from helpers import HANGS, wait_until
 
 from covary.flower import audit, outcome
 from covary.flower.local import Federation, make_certificates, make_key
@@ -18,7 +18,7 @@ from covary.runs.files import File
 pytestmark = pytest.mark.nightly
 
 NODES = ("node0", "node1", "node2")
-RUN = {"eval-every": 0, "round-timeout": 20.0, "min-replies": 1}
+RUN = {"eval-every": 0, "round-timeout": 60.0, "min-replies": 1}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,6 @@ def rounds_done(checkpoint: Path) -> int:
     return 0 if found is None else found[1]["round"]
 
 
-def wait_until(what, timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
     here, app = federation, federation.folder.parent / "trial"
     checkpoint = here.folder.parent / "checkpoint"
@@ -71,15 +64,15 @@ def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
 
     # SIGKILL of a node when its new state is on its disk, about when its reply is sent.
     here.run(app, {**RUN, "rounds": 9, "checkpoint": str(checkpoint)})
-    wait_until(lambda: seq("node1") >= 0)
+    wait_until(lambda: seq("node1") >= 0, "node1 has followed an order")
     here.kill("node1")
-    wait_until(lambda: rounds_done(checkpoint) >= 1)
+    wait_until(lambda: rounds_done(checkpoint) >= 1, "a round is done without node1")
 
     # SIGKILL of a node in the middle of its work, and of the server in the middle of a round.
     first = seq("node0")
-    wait_until(lambda: here.log("node2").count("Receiving: train") >= 2)
+    wait_until(lambda: here.log("node2").count("Receiving: train") >= 2, "node2 has a second order")
     here.kill("node2")
-    wait_until(lambda: seq("node0") > first)
+    wait_until(lambda: seq("node0") > first, "node0 has followed another order")
     os.kill(int((checkpoint / "lock").read_text()), signal.SIGKILL)
     here.kill("run")
     before = audited(here, checkpoint)
@@ -87,7 +80,7 @@ def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
     assert before.round >= 1
 
     for name, told in (("stranger", "does not admit"), ("doubter", "does not vouch for the certificate")):
-        assert here.wait(name, 60) != 0
+        assert here.wait(name, HANGS) != 0
         assert told in here.log(name)
         assert not list(here.state(name).glob("*/journal"))
     assert "No SuperNode found with the given public key" in here.log("superlink")
@@ -98,10 +91,10 @@ def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
     for number, name in enumerate(NODES[1:], start=1):
         here.start_node(name, {"partition-id": number})
     for name in NODES[1:]:
-        here.wait_for_node(name)
+        here.wait_for_node(name, HANGS)
     last = before.round + 3
     here.run(app, {**RUN, "rounds": last, "resume": True, "checkpoint": str(checkpoint)}, "resumed")
-    here.wait("resumed")
+    here.wait("resumed", HANGS)
     assert outcome(checkpoint).reached, here.log("resumed")
     assert "Epoch 1 begins" in here.log("resumed")
     after = audited(here, checkpoint)

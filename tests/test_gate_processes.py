@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import httpx
@@ -29,6 +28,7 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+from helpers import HANGS, wait_until
 from hostile import bundle, hostile
 
 from covary.flower import outcome
@@ -46,7 +46,7 @@ def start_nodes(here: Federation) -> None:
         here.register(name)
         here.start_node(name, {"partition-id": number})
     for name in NODES:
-        here.wait_for_node(name)
+        here.wait_for_node(name, HANGS)
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +66,12 @@ def checkpoint(tmp_path):
 def trained(here: Federation, checkpoint: Path, name: str, **config: object) -> None:
     """A run that is started now reaches its rounds."""
     here.run(here.apps[0], {**RUN, "checkpoint": str(checkpoint), "rounds": 1, **config}, name)
-    here.wait(name, 300)
+    here.wait(name, HANGS)
     assert outcome(checkpoint).reached, here.log(name)
 
 
 def rounds_done(checkpoint: Path) -> int:
     return outcome(checkpoint).rounds_done if (checkpoint / "ledger").exists() else 0
-
-
-def until(what, timeout: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def attempts(here: Federation, port: int, app: Path, run_id: int = 1) -> dict[str, str]:
@@ -120,9 +113,9 @@ def test_a_stranger_with_the_ca_certificate_gets_nothing_while_training_goes_on(
     app = hostile(tmp_path / "other-app", tmp_path / "mark")
     (app / "other_app" / "__init__.py").write_text("")  # the stranger's own flwr imports it
     here.run(here.apps[0], {**RUN, "rounds": 6, "checkpoint": str(checkpoint)}, "watched")
-    here.wait_for("Successfully started run", "watched")
+    here.wait_for("Successfully started run", "watched", HANGS)
     run_id = int(here.log("watched").split("Successfully started run ")[1].split()[0])
-    until(lambda: rounds_done(checkpoint) >= 1)
+    wait_until(lambda: rounds_done(checkpoint) >= 1, "a round is done")
 
     told = attempts(here, here.gate_port, app, run_id)
     assert "Failed to activate SuperNode" in told.pop("take part")
@@ -142,11 +135,11 @@ def test_a_stranger_with_the_ca_certificate_gets_nothing_while_training_goes_on(
             env={**here.environment, "FLWR_HOME": str(home)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANGS,
         )
         assert done.returncode, (command, done.stdout)
 
-    here.wait("watched", 300)
+    here.wait("watched", HANGS)
     assert outcome(checkpoint).reached, here.log("watched")
     assert not (tmp_path / "mark").exists()
     assert "POST /v1/control/start-run" in (here.folder / "refused.log").read_text()
@@ -178,7 +171,7 @@ def test_a_node_runs_no_app_that_is_not_approved(here, kind, checkpoint, tmp_pat
         start_unchecked(here, app)
     refused = "is not an app that this node's owner has approved"
     for name in NODES:
-        until(lambda name=name: refused in here.log(name)[before[name] :])
+        wait_until(lambda name=name: refused in here.log(name)[before[name] :], f"{name} refuses the app")
     assert not mark.exists()
     assert (tmp_path / "installed").exists() == (kind != "another app")
     trained(here, checkpoint, f"after {kind}")
@@ -207,12 +200,12 @@ def start_unchecked(here: Federation, app: Path) -> None:
 
 def test_a_killed_superlink_comes_back_with_its_nodes(here, checkpoint):
     here.run(here.apps[0], {**RUN, "rounds": 30, "checkpoint": str(checkpoint)}, "cut off")
-    until(lambda: rounds_done(checkpoint) >= 1)
+    wait_until(lambda: rounds_done(checkpoint) >= 1, "a round is done")
     here.kill("superlink")
     here.kill("cut off")
-    until(lambda: outcome(checkpoint).state == "killed")
+    wait_until(lambda: outcome(checkpoint).state == "killed", "the outcome says that the run was killed")
     for name in NODES:  # they wait, and say for what
-        here.wait_for("The SuperLink behind it does not: the node waits for it", name)
+        here.wait_for("The SuperLink behind it is down: the node waits for it", name, HANGS)
     here.start_link()
     trained(here, checkpoint, "gone on", resume=True, rounds=outcome(checkpoint).rounds_done + 1)
     assert all(here.processes[name].poll() is None for name in NODES)
@@ -221,7 +214,7 @@ def test_a_killed_superlink_comes_back_with_its_nodes(here, checkpoint):
 def test_a_node_says_why_it_ends(here, checkpoint, tmp_path):
     # The gate is gone: the node waits, and says for what.
     here.kill("gate")
-    here.wait_for("Nothing listens at", "node0")
+    here.wait_for("Nothing listens at", "node0", HANGS)
     here.start_gate()
 
     # The gate has a certificate of another CA.
@@ -232,7 +225,7 @@ def test_a_node_says_why_it_ends(here, checkpoint, tmp_path):
         (here.folder / name).write_bytes((tmp_path / name).read_bytes())
     here.start_gate()
     for name in NODES:
-        assert here.wait(name, 120) == 1
+        assert here.wait(name, HANGS) == 1
         assert "does not vouch for the certificate" in here.log(name).strip().split("\n")[-1]
     here.kill("gate")
     for name, content in kept.items():
@@ -242,26 +235,26 @@ def test_a_node_says_why_it_ends(here, checkpoint, tmp_path):
     # A key that nobody registered, and one that the SuperLink has forgotten.
     for name in NODES:
         here.start_node(name, *here.nodes[name])
-        here.wait_for_node(name)
+        here.wait_for_node(name, HANGS)
     here.kill("superlink")
     for path in here.folder.glob("superlink.db*"):
         path.unlink()
     here.start_link()
     for name in NODES:
-        assert here.wait(name, 120) == 1
+        assert here.wait(name, HANGS) == 1
         assert "flwr supernode register" in here.log(name).strip().split("\n")[-1]
     here.start_node("node0", *here.nodes["node0"])
-    assert here.wait("node0", 120) == 1
+    assert here.wait("node0", HANGS) == 1
     assert "does not admit" in here.log("node0").strip().split("\n")[-1]
 
     # Asked to, it ends well.
     here.register("node0")
     here.start_node("node0", *here.nodes["node0"])
-    here.wait_for_node("node0")
+    here.wait_for_node("node0", HANGS)
     for how in (signal.SIGTERM, signal.SIGINT):
         told = len(here.log("node0"))
         os.kill(here.processes["node0"].pid, how)
-        assert here.wait("node0", 60) == 0
+        assert here.wait("node0", HANGS) == 0
         assert "covary node:" not in here.log("node0")[told:]
         here.start_node("node0", *here.nodes["node0"])
-        here.wait_for_node("node0")
+        here.wait_for_node("node0", HANGS)

@@ -13,6 +13,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from helpers import HANGS
 from killed import problem
 from typer.testing import CliRunner
 
@@ -33,10 +34,10 @@ def harmless(says):
     """Refused with these words, within a minute, and without much memory."""
 
     def stop(number, frame):
-        raise AssertionError("still busy after a minute")
+        raise AssertionError(f"still busy after {HANGS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
+    signal.alarm(HANGS)
     tracemalloc.start()
     try:
         with pytest.raises(cv.CovaryError, match=says):
@@ -108,13 +109,13 @@ def test_a_pipe_is_not_waited_for(saved):
 def test_a_file_of_a_huge_size_is_not_read(kind, saved):
     for path in saved.glob(f"{kind}-*"):
         sparse(path)
-    with damage("at most .* can be right"):
+    with damage("at most .* are allowed"):
         go_on(saved)
 
 
 @contextlib.contextmanager
 def damage(says):
-    """Each checkpoint is told of as damaged, for this reason, until there is none left."""
+    """Every checkpoint is reported as damaged, for this reason, until none is left."""
     with pytest.warns(CheckpointWarning, match=says), harmless("Every checkpoint in .* is damaged"):
         yield
 

@@ -25,7 +25,7 @@ def setups(draw):
     return sizes, S, steps, batch, warm, weights, option, seed
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(setups())
 def test_the_servers_control_is_the_mean_of_its_clients(setup):
     sizes, S, steps, batch, warm, weights, option, seed = setup

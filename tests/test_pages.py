@@ -17,7 +17,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import DATA, ROOT, client_gradients, optimum, plain_server, random_quadratics
+from helpers import DATA, HANGS, ROOT, client_gradients, optimum, plain_server, random_quadratics
 
 import covary as cv
 
@@ -70,7 +70,7 @@ def test_shell_block_runs(block, folder):
         env=os.environ | own,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout

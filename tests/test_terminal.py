@@ -10,7 +10,7 @@ import sys
 import click
 import pytest
 import typer
-from helpers import covary
+from helpers import covary, covary_process
 
 from covary.cli import app
 
@@ -51,7 +51,7 @@ def test_json_is_one_object_and_progress_is_beside_it(tmp_path):
 def test_quiet_is_quiet_but_for_errors(tmp_path):
     done = covary(*RUN, "--quiet", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    refused = covary("run", "nonsense", "--quiet", "--json", cwd=tmp_path)
+    refused = covary_process("run", "nonsense", "--quiet", "--json", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("Error: ALGORITHM must be one of")
 
@@ -60,7 +60,7 @@ def test_a_terminal_gets_a_bar_with_the_metric_the_speed_and_the_time_left(tmp_p
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": "140", "TERM": "xterm-256color"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "covary", "run", "fedavg", "--rounds", "3000", "--clients", "5"],
+        [sys.executable, "-m", "covary", "run", "fedavg", "--rounds", "600", "--clients", "5"],
         cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
@@ -76,7 +76,7 @@ def test_a_terminal_gets_a_bar_with_the_metric_the_speed_and_the_time_left(tmp_p
             seen += part
     assert process.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert re.search(r"fedavg  accuracy 0\.\d+  loss .*/3000 rounds [\d,.e+]+/s", text)
+    assert re.search(r"fedavg  accuracy 0\.\d+  loss .*/600 rounds [\d,.e+]+/s", text)
 
 
 def test_the_shell_completes_algorithms_data_sets_and_experiments(tmp_path):

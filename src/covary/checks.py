@@ -1,4 +1,4 @@
-"""Checks of single values at the door."""
+"""Checks of single parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covary.errors import CovaryError, refused
 
 
 def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """The value as an int, refused unless it is a whole number from `least` to `most`."""
+    """The value as an int. It must be a whole number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise refused(name, f"a whole number of at least {least}", repr(value), f"Try {max(least, 10)}.")
     if value > most:
@@ -21,7 +21,7 @@ def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
 
 
 def array(name: str, value: Any) -> np.ndarray:
-    """The value as an array, refused unless its rows are of one length."""
+    """The value as an array. Its rows must have equal length."""
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -29,27 +29,27 @@ def array(name: str, value: Any) -> np.ndarray:
 
 
 def path(name: str, value: Any) -> Path:
-    """The value as a path, refused unless it can be one."""
+    """The value as a path."""
     if not isinstance(value, str | Path) or "\0" in str(value):
-        raise refused(name, "a path", repr(value), "Pass a text or a pathlib.Path.")
+        raise refused(name, "a path", repr(value), "Pass a string or a pathlib.Path.")
     return Path(value)
 
 
 def flag(name: str, value: Any) -> bool:
-    """The value as a bool, refused unless it is one."""
+    """The value as a bool."""
     if not isinstance(value, bool | np.bool_):
         raise refused(name, "True or False", repr(value), "Leave it out for the default.")
     return bool(value)
 
 
 def positive(name: str, value: Any) -> None:
-    """Refuse anything but a finite number above zero (a traced value passes: its number is not known yet)."""
+    """Check for a finite number above 0. A traced value passes, because its number is not known yet."""
     if _number(name, value) <= 0:
         raise refused(name, "a number above 0", value, _advice(name))
 
 
 def non_negative(name: str, value: Any) -> None:
-    """Refuse anything but a finite number of zero or more."""
+    """Check for a finite number of 0 or more."""
     if _number(name, value) < 0:
         raise refused(name, "a number of 0 or more", value, "Use 0 to switch the term off.")
 
@@ -65,10 +65,10 @@ def _number(name: str, value: Any) -> float:
         return 1.0
     if hasattr(value, "update") or hasattr(value, "step") or callable(value):
         raise CovaryError(
-            f"{name} must be a number, the step-size of plain SGD; got {type(value).__name__}. Local optimisers and "
-            "schedules are refused: a control variate is the mean of the local gradients only because every local "
-            "step is -eta_l times a gradient, so with momentum or Adam (x - y)/(K eta_l) would be wrong. "
-            f"Pass {name}=0.1, say, and tune it."
+            f"{name} must be a number, the step-size of plain SGD; got {type(value).__name__}. covary has no local "
+            "optimisers and no schedules. Option II takes (x - y)/(K eta_l) as the mean of the local gradients, which "
+            "holds only if every local step is -eta_l times a gradient: with momentum or Adam it would be wrong. "
+            f"Pass a number such as {name}=0.1, and tune it."
         )
     number = np.asarray("not a number") if isinstance(value, bool | str) else array(name, value)
     if number.ndim > 0:

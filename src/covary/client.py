@@ -99,28 +99,27 @@ def client_loop(
 
 
 def dry_run(exchange: Exchange, server: Any, client: Any) -> tuple[Any, Any, Any]:
-    """The message down, the upload and the new state of an exchange whose gradients are made up.
+    """What goes down and up in an exchange, and the client's new state, with two steps along a made-up gradient.
+
+    For the form of the messages, and for what an algorithm computes; states may be traced.
 
     >>> import numpy as np, covary as cv
-    >>> algorithm, x = cv.scaffold(eta_l=0.1), np.zeros(2)
+    >>> algorithm, x = cv.scaffold(eta_l=0.5), np.zeros(3)
     >>> down, up, client = dry_run(algorithm.exchanges[0], algorithm.init_server(x), algorithm.init_client(x))
-    >>> down._fields, up._fields
-    (('x', 'c'), ('dy', 'dc'))
+    >>> down._fields, up._fields, client._fields
+    (('x', 'c'), ('dy', 'dc'), ('c_i',))
     """
     down = exchange.broadcast(server)
-    up, client = rehearse(exchange, down, client)
-    return down, up, client
+    return down, *dry_work(exchange, down, client)
 
 
-def rehearse(exchange: Exchange, down: Any, client: Any) -> tuple[Any, Any]:
-    """The upload and the state of a client whose gradients are made up: for their forms and sizes."""
+def dry_work(exchange: Exchange, down: Any, client: Any) -> tuple[Any, Any]:
+    """A client's upload and new state, with two steps along a made-up gradient."""
 
     def grad(y: Any) -> Any:
         return 3 * y
 
-    local = exchange.start(down, client, grad)
-    local = local if exchange.step is None else exchange.step(local, down, client, grad)
-    return exchange.finish(local, down, client, grad, 2)
+    return client_loop(exchange, down, client, grad, [grad, grad])[:2]
 
 
 def _outgoing(local: Any, down: Any, full_grad: Gradient, guard: Guard | None) -> tuple[Any, Gradient]:

@@ -1,4 +1,4 @@
-"""The errors and warnings that covary raises itself, in one shape: parameter, what is allowed, what came, the fix."""
+"""covary's own errors and warnings. An error names the parameter, what is allowed, what it got, and the fix."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class CovaryError(ValueError):
-    """A value was refused at the door, before anything was compiled or trained."""
+    """Invalid input: a parameter, a model or a file that covary rejects, before or during a run."""
 
 
 class DivergenceWarning(UserWarning):
-    """A run left the finite numbers; it was stopped and its history so far was returned."""
+    """A run diverged: its values became NaN or infinite. It stops and returns its history so far."""
 
 
 def refused(parameter: str, allowed: str, came: Any, fix: str) -> CovaryError:
-    """The one error message shape.
+    """The error for an invalid parameter. All such messages have this form.
 
     >>> print(refused("clients_per_round", "between 1 and 7", 9, "Sample at most all 7 clients."))
     clients_per_round must be between 1 and 7; got 9. Sample at most all 7 clients.

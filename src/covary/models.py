@@ -1,7 +1,7 @@
-"""Ready-made models: softmax regression and a two-layer network, as in the paper's experiments, and a small CNN.
+"""Built-in models: softmax regression and a two-layer network, as in the paper's experiments, and a small CNN.
 
-Any object with `init(key) -> params`, `loss(params, batch) -> scalar` and, if wanted, `metrics(params, batch) -> dict`
-is a model. `loss` is the mean over the examples of the batch.
+A model is any object with `init(key) -> params`, `loss(params, batch) -> scalar` and, optionally,
+`metrics(params, batch) -> dict`. `loss` is the mean over the examples of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Model:
     init: Callable[[Any], Any]
     loss: Callable[[Any, Any], Any]
     metrics: Callable[[Any, Any], dict[str, Any]]
-    check: Callable[[Any], None]  # refuses examples that do not fit the model
+    check: Callable[[Any], None]  # raises an error for examples that do not fit the model
 
 
 def logistic_regression(n_features: int, n_classes: int) -> Model:
@@ -69,8 +69,8 @@ def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
 
 
 def cnn(n_classes: int, side: int = 28) -> Model:
-    """The convolutional network that is usual for handwritten characters: 5x5 convolutions to 32 and 64 channels, each
-    followed by a ReLU and 2x2 max-pooling, then 512 hidden units. Images are square and gray, `side` a multiple of 4.
+    """The usual convolutional network for handwritten characters: 5x5 convolutions to 32 and 64 channels, each followed
+    by a ReLU and 2x2 max-pooling, then 512 hidden units. Images are square and gray; `side` is a multiple of 4.
 
     >>> import jax, covary as cv
     >>> params = cv.models.cnn(n_classes=62).init(jax.random.key(0))
@@ -96,7 +96,7 @@ def cnn(n_classes: int, side: int = 28) -> Model:
 
 
 def _flat(x: Any, like: Any) -> Any:
-    """Rows of features; images in unsigned bytes are scaled to [0, 1] here, inside the step, and stored as bytes."""
+    """Rows of features. Images are stored as unsigned bytes and scaled to [0, 1] here, inside the step."""
     x = jnp.asarray(x).reshape(len(x), -1)
     return x.astype(like.dtype) / 255 if x.dtype == jnp.uint8 else x
 
@@ -139,7 +139,7 @@ def _cross_entropy(logits: Any, y: Any) -> Any:
 
 @_cross_entropy.defjvp
 def _cross_entropy_slope(primals: Any, tangents: Any) -> Any:
-    """By the softmax less the label, which is one kernel where the derivative of picking an entry is a scatter."""
+    """Softmax minus the one-hot label. This is one kernel; the derivative of picking an entry would be a scatter."""
     logits, y = primals
     slope = jax.nn.softmax(logits) - (y[:, None] == jnp.arange(logits.shape[1]))
     return _cross_entropy(logits, y), jnp.sum(slope * tangents[0]) / len(logits)
@@ -149,7 +149,7 @@ def _accuracy(logits: Any, y: Any) -> dict[str, Any]:
     return {"accuracy": jnp.mean(jnp.argmax(logits, axis=1) == y)}
 
 
-# At module level, so that two models of one kind share one compiled program.
+# At module level, so that two models of the same kind share one compiled program.
 def _linear_loss(params: Any, batch: Any) -> Any:
     return _cross_entropy(_linear(params, batch[0]), batch[1])
 
@@ -177,19 +177,21 @@ def _cnn_metrics(params: Any, batch: Any) -> dict[str, Any]:
 def _fits(n_features: int, n_classes: int) -> Callable[[Any], None]:
     def check(examples: Any) -> None:
         if not (isinstance(examples, tuple) and len(examples) == 2):
-            raise refused("examples", "a pair (x, y)", type(examples).__name__, "Put the features first, then labels.")
+            raise refused(
+                "examples", "a pair (x, y)", type(examples).__name__, "Pass the features first, then the labels."
+            )
         x, y = (np.asarray(a) for a in examples)
         features = int(np.prod(x.shape[1:]))
         if features != n_features:
             raise refused(
                 "x",
-                f"of {n_features} features an example",
+                f"examples with {n_features} features",
                 f"{features} (shape {x.shape})",
                 "Match the model to the data.",
             )
         if y.ndim != 1 or y.dtype.kind not in "biu":
             raise refused(
-                "y", "one whole number a row", f"shape {y.shape}, dtype {y.dtype}", "Encode labels as 0, 1, ..."
+                "y", "one whole number per row", f"shape {y.shape}, dtype {y.dtype}", "Encode the labels as 0, 1, ..."
             )
         wrong = np.flatnonzero((y < 0) | (y >= n_classes))
         if wrong.size:

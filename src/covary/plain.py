@@ -84,7 +84,7 @@ def one_round(
             up, states[i], moved = client_loop(exchange, down, states[i], clients[i].full_grad, grads)
             ups.append(up)
             drifts.append(moved)
-        weights = aggregation_weights(p[cohort], fraction, exchange.together)
+        weights = aggregation_weights(p[cohort], fraction, exchange.together, np.float64)
         mean = type(ups[0])(*(np.tensordot(weights, np.stack(field), 1) for field in zip(*ups, strict=True)))
         server = _like(exchange.aggregate(server, mean, fraction), server)
         drift += float(np.mean(drifts))
@@ -159,7 +159,7 @@ def client_of(job: Job, i: int) -> Client:
     """Client i of a job, with the batches that the engine draws for it."""
     data = job.problem.data.client(i)
     plan, layout = job.plan.local, Layout(*(field[i] for field in job.layout))
-    size, K = int(layout.size), int(layout.steps)
+    size, per_epoch, K = int(layout.size), int(layout.per_epoch), int(layout.steps)
 
     def gradient(batch: Any) -> Gradient:
         def at(y: np.ndarray) -> np.ndarray:
@@ -172,10 +172,9 @@ def client_of(job: Job, i: int) -> Client:
             if plan.batching == "full":
                 yield gradient(data)
                 continue
-            epoch, j = divmod(k, int(layout.per_epoch))
-            low, high = batch_bounds(plan.batching, int(layout.batch), int(layout.per_epoch), size, j)
+            low, high = batch_bounds(plan.batching, int(layout.batch), per_epoch, size, k)
             with jax.disable_jit(False):
-                rows = order_of_epoch(job.training.seed, r, number, i, epoch, size)[low : min(high, size)]
+                rows = order_of_epoch(job.training.seed, r, number, i, k // per_epoch, size)[low:high]
             yield gradient(jax.tree.map(lambda leaf: leaf[rows], data))  # noqa: B023 (called at once)
 
     return Client(gradient(data), grads)

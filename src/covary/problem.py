@@ -1,4 +1,4 @@
-"""Problems: N clients with a function f_i each, every f_i the mean of a loss over the client's examples."""
+"""Problems: N clients, each with a function f_i, the mean of a loss over the client's examples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be minimised: f(x) = sum_i p_i f_i(x), with f_i the mean loss over client i's examples."""
+    """The problem to minimise: f(x) = sum_i p_i f_i(x), with f_i the mean loss over client i's examples."""
 
     init: Callable[[Any], Any]  # (key) -> params
     loss: Callable[[Any, Any], Any]  # (params, batch) -> scalar
@@ -38,12 +38,12 @@ class Problem:
     @cached_property
     def metric_names(self) -> tuple[str, ...]:
         if self.metrics is None or (self.data.streamed and self.test is None):
-            return ()  # a metric of data that is not in memory cannot be had: it need not be a mean
+            return ()  # a metric need not be a mean, so it cannot be measured on streamed data
         return tuple(jax.eval_shape(self.metrics, _shape_of_params(self.init), _rows(self.data.examples, 2)))
 
     @cached_property
     def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
-        """The loss of a few examples, of the same examples twice over, and of each alone, near the starting point."""
+        """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
 
         @jax.jit
         def losses(batch: Any) -> tuple[Any, Any, Any]:
@@ -57,7 +57,7 @@ class Problem:
         return float(once), float(twice), np.asarray(each)
 
     def lowered(self) -> str:
-        """The loss and the metrics as XLA sees them: two models with one text are the same."""
+        """The loss and the metrics as XLA text. Two models with the same text are the same."""
         params, batch = _shape_of_params(self.init), _rows(self.data.examples, 2)
         return "".join(jax.jit(f).lower(params, batch).as_text() for f in (self.loss, self.metrics) if f is not None)
 
@@ -68,38 +68,38 @@ class Problem:
 
     @property
     def mixes_examples(self) -> bool:
-        """Whether the loss of a batch is something else than the mean of its examples' losses, as with BatchNorm."""
+        """Whether the loss of a batch differs from the mean of its examples' losses, as with BatchNorm."""
         once, _, each = self._loss_of_few
         return not abs(once - each.mean()) <= self._near
 
     def refuse_other_losses(self, one_by_one: bool) -> None:
-        """Refuse a loss that is no mean over the batch; where batches differ in size, also one that mixes examples."""
+        """Reject a loss that is not a mean over the batch and, if batches differ in size, one that mixes examples."""
         once, twice, _ = self._loss_of_few
         near = self._near
         if not np.isfinite([once, twice]).all():
             raise CovaryError(
-                f"loss(params, batch) is {once} at the starting point. Check the data's scale, init and the loss for "
-                "divisions by zero and logarithms of zero."
+                f"loss(params, batch) is {once} at the starting point. Check the scale of the data, init, and the loss "
+                "for divisions by zero and logarithms of zero."
             )
         if abs(once - twice) > near:
             raise CovaryError(
-                "loss(params, batch) must be the mean over the batch; the same examples twice over changed it from "
-                f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum: K steps on batches and full gradients "
-                "have one scale only then."
+                "loss(params, batch) must be the mean over the batch, but repeating the same examples changes it from "
+                f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
+                "data have the same scale."
             )
         if one_by_one and self.mixes_examples:
             raise CovaryError(
-                "loss(params, batch) must be the mean of its examples' own losses here, because clients have batches "
-                "of different sizes, or data is streamed; on the first examples it is not. Let no example's loss "
-                "depend on the others (as BatchNorm does), or give every client the same number of examples in memory."
+                "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in size "
+                "or data is streamed. On the first examples it is not. Make each example's loss independent of the "
+                "others (BatchNorm is not), or give every client the same number of examples in memory."
             )
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
-        """The flat starting point (from `x0`, or from `init` with the seed) and the way back to params."""
+        """The flat starting point (from `x0`, or from `init` with the seed) and the function from it back to params."""
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_shape_of_params(self.init)))
-        if size > machine.memory() / 4:
-            came, room = f"{size / 2**30:,.1f} GiB", f"{machine.memory() / 2**30:,.1f} GiB"
-            fix = "Make the model smaller: a round needs room for several copies of it."
+        if size > machine.host_memory() / 4:
+            came, room = f"{size / 2**30:,.1f} GiB", f"{machine.host_memory() / 2**30:,.1f} GiB"
+            fix = "Use a smaller model: a round needs memory for several copies of it."
             raise refused("init(key)", f"at most a quarter of this machine's {room}", came, fix)
         params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))
         flat, unravel = ravel_pytree(params)
@@ -120,7 +120,7 @@ class Problem:
         if flat.shape != x.shape:
             came = f"shape {np.shape(x0)}" if hasattr(x0, "shape") or np.isscalar(x0) else type(x0).__name__
             raise refused(
-                "x0", f"the model's params or a vector of {x.size} numbers", came, "Start from run.params, say."
+                "x0", f"the model's params or a vector of {x.size} numbers", came, "Pass run.params, for example."
             )
         if not np.isfinite(flat).all():
             raise refused("x0", "finite", "NaN or infinity in it", "Start from finite parameters.")
@@ -128,14 +128,14 @@ class Problem:
 
 
 def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
-    """A model to be trained on federated data.
+    """The problem of training a model on federated data.
 
     Args:
         model: any object with `init(key) -> params`, `loss(params, batch) -> scalar` (the mean over the batch) and,
-            if wanted, `metrics(params, batch) -> dict of scalars`.
+            optionally, `metrics(params, batch) -> dict of scalars`.
         data: the clients' examples.
-        test: a batch to measure the metrics on; without it they are measured on the training data (and not at all
-            where that is streamed).
+        test: a batch for the metrics. Without it they are measured on the training data, or not at all if that is
+            streamed.
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()
@@ -165,7 +165,7 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         came = f"shape {loss.shape}, dtype {loss.dtype}" if hasattr(loss, "shape") else type(loss).__name__
         raise refused(
-            "loss(params, batch)", "one real number", came, "Return the mean over the batch, say jnp.mean(...)."
+            "loss(params, batch)", "one real number", came, "Return the mean over the batch with jnp.mean(...)."
         )
     metrics = getattr(model, "metrics", None)
     if metrics is not None and not callable(metrics):
@@ -175,11 +175,11 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
         if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
             raise refused(
-                "metrics(params, batch)", "a dict of single numbers", values, "Return {'accuracy': ...}, say."
+                "metrics(params, batch)", "a dict of single numbers", values, "Return {'accuracy': ...}, for example."
             )
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
-                raise refused("metrics", "named unlike covary's own columns", repr(name), "Choose another name.")
+                raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
     return Problem(model.init, _hashable(model.loss), _hashable(metrics), data, test)
 
 
@@ -200,18 +200,21 @@ def quadratics(A: Any, b: Any) -> Problem:
         A, b = np.asarray(A, float), np.asarray(b, float)
     except (TypeError, ValueError):
         raise refused(
-            "A and b", "arrays of numbers", type(A).__name__, "Stack one matrix and one vector a client."
+            "A and b", "arrays of numbers", type(A).__name__, "Stack one matrix and one vector per client."
         ) from None
     if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[0] == 0 or A.shape[1] == 0:
-        raise refused("A", "of shape (N, d, d)", f"shape {A.shape}", "Stack one square matrix a client.")
+        raise refused("A", "of shape (N, d, d)", f"shape {A.shape}", "Stack one square matrix per client.")
     if b.shape != A.shape[:2]:
-        raise refused("b", f"of shape {A.shape[:2]}", f"shape {b.shape}", "Stack one vector a client.")
+        raise refused("b", f"of shape {A.shape[:2]}", f"shape {b.shape}", "Stack one vector per client.")
     if not (np.isfinite(A).all() and np.isfinite(b).all()):
         raise refused("A and b", "finite", "NaN or infinity in them", "Check how they were computed.")
     if not np.allclose(A, A.swapaxes(1, 2)):
         i = int(np.flatnonzero(~np.isclose(A, A.swapaxes(1, 2)).all(axis=(1, 2)))[0])
         raise refused(
-            "A", "symmetric matrices", f"A[{i}] is not", "Use (A + A.swapaxes(1, 2)) / 2: it has the same f_i."
+            "A",
+            "symmetric matrices",
+            f"an asymmetric A[{i}]",
+            "Use (A + A.swapaxes(1, 2)) / 2, which gives the same f_i.",
         )
     d = b.shape[1]
     return Problem(lambda key: jnp.zeros(d), _quadratic_loss, None, FederatedData((A, b), np.ones(len(b), int)))
@@ -238,7 +241,7 @@ def lower_bound(G: float, mu: float = 1.0) -> Problem:
 
 
 def _hashable(function: Any) -> Any:
-    """The function, or a stand-in that is known by its identity: programs are kept by their functions."""
+    """The function, or a hashable wrapper: compiled programs are cached by their functions."""
     try:
         hash(function)
     except TypeError:  # a method of an object that holds arrays
@@ -247,22 +250,27 @@ def _hashable(function: Any) -> Any:
 
 
 def _checked_test(test: Any, examples: Any) -> Any:
-    """The test batch as arrays, refused unless it has the form of the training data and finite values."""
+    """The test batch as arrays. It must be nested like the training data and have finite values."""
     form = jax.tree.structure(examples)
     test = jax.tree.map(np.asarray, test)
     leaves = jax.tree.leaves(test)
     if jax.tree.structure(test) != form or any(leaf.ndim == 0 for leaf in leaves):
-        raise refused("test", f"a batch of the form of the data, {form}", jax.tree.structure(test), "Pass (x, y), say.")
+        raise refused(
+            "test", f"a batch nested like the data, {form}", jax.tree.structure(test), "Pass (x, y), for example."
+        )
     if len({len(leaf) for leaf in leaves}) > 1 or len(leaves[0]) == 0:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         raise refused(
-            "test", "arrays of one length with at least one row", f"shapes {shapes}", "Each row is one example."
+            "test", "arrays of equal length with at least one row", f"shapes {shapes}", "Each row is one example."
         )
     for leaf, own in zip(leaves, jax.tree.leaves(examples), strict=True):
         if leaf.shape[1:] != own.shape[1:] or leaf.dtype.kind not in "biuf":
             came = f"shape {leaf.shape}, dtype {leaf.dtype}"
             raise refused(
-                "test", f"numbers of shape (rows, {', '.join(map(str, own.shape[1:]))})", came, "As the data."
+                "test",
+                f"numbers of shape (rows, {', '.join(map(str, own.shape[1:]))})",
+                came,
+                "Match the training data.",
             )
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             row = int(np.flatnonzero(~np.isfinite(leaf.reshape(len(leaf), -1)).all(axis=1))[0])
@@ -284,7 +292,7 @@ def _shape_of_params(init: Callable[[Any], Any]) -> Any:
         if not hasattr(leaf, "dtype"):
             came = type(leaf).__name__
             raise refused(
-                f"params{jax.tree_util.keystr(path)}", "an array", came, "Keep functions and texts out of params."
+                f"params{jax.tree_util.keystr(path)}", "an array", came, "Keep functions and strings out of params."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise refused(
@@ -302,11 +310,26 @@ def _rows(examples: Any, count: int) -> Any:
 
 
 def _trace(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The shapes that a user's function returns; what it raises is passed on, with a word on how it was called."""
+    """The shapes that a user's function returns. An error inside it gets a note with the arguments."""
     try:
         return jax.eval_shape(function, *args)
     except CovaryError:
         raise
     except Exception as error:
-        error.add_note(f"covary called the model's {name} with {', '.join(str(a) for a in args)}")
+        error.add_note(f"covary called the model's {name} with {_described(args)}")
         raise
+
+
+def _described(args: tuple[Any, ...], most: int = 5) -> str:
+    """Name, shape and dtype of at most five arrays.
+
+    >>> _described(({"w": jax.ShapeDtypeStruct((3, 2), np.dtype("float32"))}, (np.zeros(4),)))
+    "params['w'] float32 (3, 2), batch[0] float64 (4,)"
+    """
+    named = {"key": args[0]} if len(args) == 1 else dict(zip(("params", "batch"), args, strict=True))
+    leaves = [
+        f"{name}{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}"
+        for name, tree in named.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    return ", ".join(leaves[:most]) + (f" and {len(leaves) - most} more arrays" if len(leaves) > most else "")

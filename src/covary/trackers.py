@@ -1,7 +1,7 @@
-"""Trackers: what a run measures in each round, sent to TensorBoard, MLflow or Weights & Biases as it happens.
+"""Trackers send the metrics of each round to TensorBoard, MLflow or Weights & Biases while a run goes on.
 
-Each function opens one run there and returns a `Tracker`, which is what `simulate(log=...)` takes. None of the three
-packages is imported before its function is called.
+Each function opens one run there and returns a `Tracker`, which `simulate(log=...)` takes. A package is imported only
+when its function is called.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from covary.errors import CovaryError, refused
 
 
 class TrackerWarning(UserWarning):
-    """A tracker failed while a run went on; the run does without it."""
+    """A tracker failed during a run. The run continues without it."""
 
 
 class Tracker:
     """One run at a tracker, called as `log(round, metrics)`. `with`, or `close()`, ends it.
 
-    A metric that is NaN was not measured in that round (see `eval_every`) and is left out. A tracker takes the rounds
-    of one run: open another for the next. Where it fails, a `TrackerWarning` says so once, and training goes on.
+    A metric that is NaN was not measured in that round (see `eval_every`) and is not sent. A tracker takes the rounds
+    of one run; open another for the next run. If it fails, it warns once with `TrackerWarning`, and training continues.
     """
 
     def __init__(self, name: str, send: Callable[[int, dict[str, float]], None], end: Callable[[bool], None]):
@@ -38,26 +38,26 @@ class Tracker:
 
     def __call__(self, round: int, metrics: Mapping[str, float]) -> None:
         if not self._open:
-            raise CovaryError("This tracker is closed. Train inside its `with` block, or open another.")
+            raise CovaryError("This tracker is closed. Train inside its `with` block, or open another one.")
         if round <= self._round:
-            fix = "A tracker takes one run: open another for the next."
-            raise refused("round", f"more than {self._round}, which was sent before", round, fix)
+            fix = "A tracker takes the rounds of one run. Open another one for the next run."
+            raise refused("round", f"above {self._round}, the last round sent", round, fix)
         self._round = round
         measured = {name: float(value) for name, value in metrics.items() if not math.isnan(value)}
         if measured and not self._lost:
-            with self._surviving(f"was not told of round {round}, and is told no more"):
+            with self._warning(f"failed in round {round} and gets no more rounds"):
                 self._send(round, measured)
 
     def close(self, failed: bool = False) -> None:
-        """Send what is left and end the run; `failed` marks it so, where the tracker knows of that."""
+        """Send the remaining metrics and end the run; `failed` marks it as failed if the tracker supports that."""
         if self._open:
             self._open = False
-            with self._surviving("was not closed"):
+            with self._warning("could not be closed"):
                 self._end(failed or self._lost)
 
     @contextlib.contextmanager
-    def _surviving(self, what: str) -> Iterator[None]:
-        """Around what goes to others: what fails there must not stop the training here."""
+    def _warning(self, what: str) -> Iterator[None]:
+        """Turn an error of the tracker into a warning: it must not stop the training."""
         try:
             yield
         except Exception as error:
@@ -77,17 +77,17 @@ def tensorboard(folder: str | Path) -> Tracker:
     """Write event files for TensorBoard, which shows them with `tensorboard --logdir FOLDER`.
 
     Args:
-        folder: where to; a folder for each run, so that TensorBoard draws each as a curve of its own.
+        folder: the folder for the files. Use one per run, so that TensorBoard draws one curve per run.
 
     >>> import tempfile, covary as cv
     >>> with cv.trackers.tensorboard(tempfile.mkdtemp()) as log:
     ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
     place = path("folder", folder)
-    with _opening("tensorboard", "Give a folder that can be written to."):
+    with _opening("tensorboard", "Choose a folder that can be written to."):
         from tensorboardX import SummaryWriter
 
-        # a file of its own: its usual name counts in seconds, and a second writer would take the first one's file
+        # the default file name has a resolution of seconds, and two writers would then share one file
         writer = SummaryWriter(str(place), filename_suffix=f".{time.time_ns()}")
     flushed = time.monotonic()
 
@@ -108,14 +108,14 @@ def mlflow(
     name: str | None = None,
     uri: str | None = None,
 ) -> Tracker:
-    """Begin an MLflow run, which `mlflow ui` shows. MLflow's own active run is left alone.
+    """Start an MLflow run, which `mlflow ui` shows. MLflow's own active run does not change.
 
     Args:
-        experiment: the experiment it belongs to, made if there is none of that name.
-        params: what to keep beside the metrics, such as {"algorithm": "scaffold", "eta_l": 0.1}.
-        name: the run's name; by default MLflow invents one.
-        uri: a server, or a local store as "sqlite:///FILE"; by default what MLflow is set to (MLFLOW_TRACKING_URI),
-            else `mlflow.db` in this folder.
+        experiment: the experiment of the run; it is created if it does not exist.
+        params: parameters to save with the run, such as {"algorithm": "scaffold", "eta_l": 0.1}.
+        name: the run's name; by default MLflow chooses one.
+        uri: a server, or a local store as "sqlite:///FILE"; by default MLflow's own setting (MLFLOW_TRACKING_URI), or
+            else `mlflow.db` in the current folder.
 
     >>> import tempfile, covary as cv
     >>> uri = f"sqlite:///{tempfile.mkdtemp()}/runs.db"
@@ -123,7 +123,7 @@ def mlflow(
     ...     run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=1), rounds=5, local_steps=5, log=log)
     """
     settings = _settings(params)
-    fix = "Look at uri, or at MLFLOW_TRACKING_URI."
+    fix = "Check uri and MLFLOW_TRACKING_URI."
     with _opening("mlflow", fix), _quiet("mlflow.store.db.utils"):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -152,7 +152,7 @@ def mlflow(
     def send(round: int, metrics: dict[str, float]) -> None:
         now = int(1000 * time.time())
         waiting.extend(Metric(key, value, now, round) for key, value in metrics.items())
-        if time.monotonic() - flushed > 1:  # a call takes as long as many a round: fast ones share it
+        if time.monotonic() - flushed > 1:  # a call can take longer than a round, so several rounds share one
             flush()
 
     def end(failed: bool) -> None:
@@ -167,12 +167,12 @@ def mlflow(
 
 
 def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **options: Any) -> Tracker:
-    """Begin a Weights & Biases run. It prints nothing, leaves the console alone, and is not `wandb.run`.
+    """Start a Weights & Biases run. It prints nothing, does not capture the console, and is not `wandb.run`.
 
     Args:
-        project: the project it belongs to.
-        params: what to keep beside the metrics, such as {"algorithm": "scaffold", "eta_l": 0.1}.
-        options: any others of `wandb.init`, such as name="first" or mode="offline".
+        project: the project of the run.
+        params: parameters to save with the run, such as {"algorithm": "scaffold", "eta_l": 0.1}.
+        options: other arguments of `wandb.init`, such as name="first" or mode="offline".
 
     >>> import tempfile, covary as cv
     >>> with cv.trackers.wandb(params={"eta_l": 0.1}, mode="offline", dir=tempfile.mkdtemp()) as log:
@@ -180,12 +180,12 @@ def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **op
     """
     settings = _settings(params)
     if "config" in options:
-        raise CovaryError("config is what wandb.init calls params. Pass params instead.")
+        raise CovaryError("trackers.wandb has no config. Pass params instead.")
     with _opening("wandb", 'Run `wandb login`, or keep the run on this machine: mode="offline" or WANDB_MODE=offline.'):
         import wandb as package
 
-        unheard = {"settings": package.Settings(silent=True, console="off"), "reinit": "create_new"}
-        run = package.init(project=project, config=settings, **{**unheard, **options})
+        silent = {"settings": package.Settings(silent=True, console="off"), "reinit": "create_new"}
+        run = package.init(project=project, config=settings, **{**silent, **options})
 
     def send(round: int, metrics: dict[str, float]) -> None:
         run.log(metrics, step=round)
@@ -203,7 +203,7 @@ def _settings(params: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opening(extra: str, fix: str) -> Iterator[None]:
-    """Around what a package does to begin a run: it may not be there, or not be able to."""
+    """Turn an error of a package that starts a run, or is not installed, into a CovaryError."""
     try:
         yield
     except ImportError as error:
@@ -211,7 +211,7 @@ def _opening(extra: str, fix: str) -> Iterator[None]:
     except CovaryError:
         raise
     except Exception as error:
-        raise CovaryError(f"trackers.{extra} cannot begin a run: {_first_line(error)}. {fix}") from error
+        raise CovaryError(f"trackers.{extra} cannot start a run: {_first_line(error)}. {fix}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -221,7 +221,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Let a package open its store without a word on the tables it makes there or on what it is built with."""
+    """Hide the messages of a package that opens its store."""
     logger = logging.getLogger(name)
     level = logger.level
     with warnings.catch_warnings():

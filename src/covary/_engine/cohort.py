@@ -64,7 +64,7 @@ def exchange_all(
     for number, exchange in enumerate(exchanges, start=1):
         down = exchange.broadcast(server)
         up, rows, drifts = each_client(place.width, bind(number, exchange, down), ids, at, rows)  # up: fields (S, d)
-        weights = aggregation_weights(cohort.p, cohort.fraction, exchange.together).astype(server[0].dtype)
+        weights = aggregation_weights(cohort.p, cohort.fraction, exchange.together, server[0].dtype)  # (S,)
         own = share(place, weights)
         mean = jax.tree.map(lambda leaf, own=own: total(place, own, leaf, real), up)
         server = like(exchange.aggregate(server, mean, cohort.fraction), server)

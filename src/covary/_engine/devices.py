@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from covary.checks import whole
 from covary.errors import refused
 from covary.problem import Problem
-from covary.runs import machine
 
 AXIS = "devices"
 
@@ -87,11 +86,6 @@ def available(count: int | None) -> tuple[Any, ...]:
             fix = "Start fewer processes instead, or leave devices out."
             raise refused("devices", f"all {len(everything)} when several hosts run together", count, fix)
     return tuple(everything[: count or len(everything)])
-
-
-def memory() -> int:
-    """Bytes that a device can hold; those of the host where the device does not say."""
-    return machine.device_memory()
 
 
 _SENT: weakref.WeakKeyDictionary[Problem, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ import numpy as np
 from covary._engine.plan import Layout, LocalPlan, batch_bounds
 from covary._engine.vectors import Form
 from covary.algorithm import Exchange
-from covary.client import Guard, client_work, rehearse
+from covary.client import Guard, client_work, dry_work
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,10 @@ def work_of_client(
     def grad_of_step(k: Any) -> Callable[[Any], Any]:
         if plan.batching == "full":
             return full_grad
-        epoch, j = k // layout.per_epoch, k % layout.per_epoch
-        low, high = batch_bounds(plan.batching, layout.batch, layout.per_epoch, layout.size, j)
+        low, high = batch_bounds(plan.batching, layout.batch, layout.per_epoch, layout.size, k)
         places = low + jnp.arange(plan.max_batch)  # (max_batch,)
-        inside = places < jnp.minimum(high, layout.size)
-        rows = fetch(order[epoch, jnp.minimum(places, layout.size - 1)])
+        inside = places < high
+        rows = fetch(order[k // layout.per_epoch, jnp.minimum(places, layout.size - 1)])
         return gradient(program, form, rows, inside if plan.ragged_batches else None)
 
     K = plan.max_steps if plan.steps is not None else layout.steps
@@ -85,7 +84,7 @@ def _arithmetic_only(exchange: Exchange, form: Form, down: Any, client: Any) -> 
     if form.whole:
         return True
     try:
-        jax.eval_shape(lambda down, client: rehearse(exchange, form.split(down), form.split(client)), down, client)
+        jax.eval_shape(lambda down, client: dry_work(exchange, form.split(down), form.split(client)), down, client)
     except (TypeError, AttributeError):
         return False
     return True

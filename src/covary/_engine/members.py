@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary._engine.checkpoint import SavedClients, state_arrays, state_from
-from covary._engine.devices import AXIS, lay_out, memory, to_host
+from covary._engine.devices import AXIS, lay_out, to_host
 from covary._engine.history import Log, traffic_by_kind
 from covary._engine.invariant import Watch
 from covary._engine.prepare import Job, initial
@@ -21,6 +21,7 @@ from covary._engine.simulation import Pace
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.runs.files import Damaged
+from covary.runs.machine import device_memory
 from covary.targets import direction_of
 
 LAP = 25  # rounds between two looks at a race: fixed, so that its result does not depend on the machine's speed
@@ -195,6 +196,6 @@ def grouped(n_points: int, n_seeds: int, job: Job, algorithm: Algorithm, at_once
         x = job.starts[0]
         fields = len(jax.tree.leaves(algorithm.init_client(x)))
         member = x.nbytes * (2 * fields * job.plan.n_clients + 8 * job.plan.cohort + 8)
-        at_once = max(1, int(0.4 * memory() / (member * n_seeds)))
+        at_once = max(1, int(0.4 * device_memory() / (member * n_seeds)))
     n_groups = -(-n_points // whole("at_once", at_once, 1))
     return [part.tolist() for part in np.array_split(np.arange(n_points), n_groups)]

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec
 
 from covary._engine.cohort import Cohort, exchange_all
 from covary._engine.configure import cache_folder
-from covary._engine.devices import AXIS, Place, available, lay_out, memory, sharded
+from covary._engine.devices import AXIS, Place, available, lay_out, sharded
 from covary._engine.local import LocalProgram, work_of_client
 from covary._engine.plan import Layout, Plan
 from covary.algorithm import Algorithm, Exchange, rebuild
 from covary.checks import whole
 from covary.data.federated import FederatedData
+from covary.runs.machine import device_memory
 
 # Floating-point operations below which a CPU is busy with the machinery around them: of a round, for several devices to
 # pay; of a local step, for clients one by one to pay.
@@ -57,7 +58,7 @@ def choose_place(
         found = found[: 1 if kind == "cpu" and work < SMALL_ROUND else plan.cohort]
         if kind == "cpu" and not data.streamed:  # each CPU device has its own copy of the data
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(examples))
-            found = found[: max(1, int(memory() / 4 / size))]
+            found = found[: max(1, int(device_memory() / 4 / size))]
     each = -(-plan.cohort // len(found))
     if width is not None:
         return Place(found, min(whole("width", width, 1), each))

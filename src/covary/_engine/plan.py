@@ -127,21 +127,31 @@ def batches_of(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, 
     return "rows", np.full_like(sizes, batch_size), -(-sizes // int(batch_size))
 
 
-def batch_bounds(batching: str, batch: Any, per_epoch: Any, size: Any, j: Any) -> tuple[Any, Any]:
-    """Where batch j of an epoch begins and ends in the epoch's order, for plain and traced numbers.
+def batch_bounds(rule: str, batch: Any, per_epoch: Any, size: Any, step: Any) -> tuple[Any, Any]:
+    """Where the batch of a step begins and ends in its epoch's order of a client's data; numbers may be traced.
 
-    With "rows", the last batch may end beyond the client's `size`: what lies beyond is not part of it.
+    >>> [batch_bounds("rows", 4, 3, 10, step) for step in range(3)]
+    [(0, 4), (4, 8), (8, 10)]
+    >>> [batch_bounds("parts", 4, 3, 10, step) for step in range(3, 6)]
+    [(0, 3), (3, 6), (6, 10)]
     """
-    if batching == "rows":
-        return j * batch, (j + 1) * batch
+    j = step % per_epoch
+    if rule == "rows":
+        high = (j + 1) * batch
+        return j * batch, high - (high > size) * (high - size)  # the smaller of the two
     return j * size // per_epoch, (j + 1) * size // per_epoch
 
 
-def aggregation_weights(p: Any, fraction: float, together: bool) -> Any:
-    """The weights of a cohort's uploads in the server's mean, from its clients' p_i.
+def aggregation_weights(p: Any, fraction: float, together: bool, dtype: Any) -> Any:
+    """What the uploads of a cohort count, given the p_i of its clients and the fraction |S| / N that they are.
 
-    Sampling is uniform, so each of the cohort stands for N / |S| clients, and the mean is right in expectation. Where
-    all follow a direction that this cohort formed (`together`), the weights sum to one.
+    Each stands for N / |S| clients, so that the sum of p_i u_i over all clients is met in expectation. In an exchange
+    that goes together the weights sum to one.
+
+    >>> aggregation_weights(np.array([0.2, 0.1]), 0.5, False, float)
+    array([0.4, 0.2])
+    >>> aggregation_weights(np.array([0.75, 0.25]), 0.5, True, float)
+    array([0.75, 0.25])
     """
-    w = p / fraction
+    w = (p / fraction).astype(dtype)
     return w / w.sum() if together else w

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from covary._engine.devices import AXIS, lay_out, memory, on_devices
+from covary._engine.devices import AXIS, lay_out, on_devices
 from covary._engine.evaluate import Evaluation
 from covary._engine.local import LocalProgram
 from covary._engine.place import choose_place
@@ -175,8 +175,8 @@ def _store(
     if store is None:
         rows = plan.n_clients * len(jax.tree.leaves(algorithm.init_client(x))) * x.nbytes
         devices = 1 if jax.devices()[0].platform == "cpu" else len(jax.devices())  # CPU devices share one memory
-        fits = rows <= devices * memory() / 4 and not streamed
-        store = "device" if fits else "host" if rows <= machine.memory() / 3 else "disk"
+        fits = rows <= devices * machine.device_memory() / 4 and not streamed
+        store = "device" if fits else "host" if rows <= machine.host_memory() / 3 else "disk"
     if jax.process_count() > 1 and (streamed or store != "device"):
         fix = "Use more hosts, so that the states fit, and data that fits into each host's memory."
         raise refused("store", '"device" and data in memory when several hosts run together', repr(str(store)), fix)

@@ -1,4 +1,4 @@
-"""Client states outside the devices: in host memory, or in a file that holds only clients ever sampled."""
+"""Stores keep client states outside the devices: in host memory, or on disk for the clients sampled so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covary.errors import CovaryError, refused
 from covary.runs.files import content_of, refuse_links, replace
 from covary.runs.rowfile import RowFile
 
-OWNER = "run"  # the file of a store's folder that names the run with checkpoints whose states these are
+OWNER = "run"  # the file in a store's folder with the id of the checkpointed run that owns the states
 
 
 class HostStore:
@@ -30,7 +30,9 @@ class HostStore:
 
     def __init__(self, row: Any, n_clients: int):
         def for_all(leaf: np.ndarray) -> np.ndarray:
-            rows = np.zeros((n_clients, *leaf.shape), leaf.dtype)  # takes memory only where something else is written
+            rows = np.zeros(
+                (n_clients, *leaf.shape), leaf.dtype
+            )  # the system allocates memory only where a row is written
             if leaf.any():
                 rows[:] = leaf
             return rows
@@ -46,11 +48,12 @@ class HostStore:
 
 
 class DiskStore:
-    """The states of all clients in a folder, one file a field, with rows in the order in which clients were first seen.
+    """The states of all clients in a folder, one file per field, with rows in the order in which clients are first
+    sampled.
 
-    Rows are read and written by position, not through a memory map: memory then holds the cohort alone, and a full
-    disk is an error that can be told, not a crash. Clients never written have the initial row and take no space, and
-    a cohort of new clients is one write at the end of the file.
+    Rows are read and written by position, not through a memory map: memory then holds only the cohort, and a full
+    disk raises an error instead of a crash. A client never written has the initial row and takes no space. A cohort
+    of new clients is one write at the end of the file.
 
     >>> from covary.algorithms.scaffold import Client
     >>> store = DiskStore(Client(np.zeros(3)), n_clients=10**6)
@@ -60,9 +63,9 @@ class DiskStore:
     """
 
     def __init__(self, row: Any, n_clients: int, folder: Path | None = None, owner: str | None = None):
-        """In a folder of the user's, or else in files that are gone as soon as this process is, however it ends.
+        """In the given folder, or else in temporary files that disappear when the process ends, even by a crash.
 
-        `owner` names a run with checkpoints: what it left in the folder when it was stopped is removed.
+        `owner` is the id of a run with checkpoints. States that the same run left in the folder are removed.
         """
         self.folder, self.row = folder, row
         temporary = tempfile.TemporaryDirectory(prefix="covary-clients-") if folder is None else None
@@ -77,17 +80,17 @@ class DiskStore:
             for number, (key, leaf) in enumerate(leaves)
         ]
         if temporary:
-            temporary.cleanup()  # the open files are read and written all the same
+            temporary.cleanup()  # the open files remain readable and writable
 
     def save_places(self) -> None:
-        """Beside the rows, where each client's is: without it, they could not be told apart later."""
+        """Save the row number of each client, which a later reader of the folder needs."""
         if self.folder is not None:
             content = io.BytesIO()
             np.save(content, self.places)
             try:
                 replace(self.folder / "places.npy", content.getvalue())
             except OSError as error:
-                fix = "Free some space, or give another folder."
+                fix = "Free some space, or choose another folder."
                 raise CovaryError(f"{self.folder} cannot be written to ({error.strerror}). {fix}") from error
 
     @property
@@ -97,7 +100,7 @@ class DiskStore:
 
     @property
     def clients(self) -> Any:
-        """The fields, read when they are looked at."""
+        """The fields; rows are read when they are indexed."""
         initial = jax.tree.leaves(self.row)
         return jax.tree.unflatten(self._form, [Rows(self, f, r) for f, r in zip(self.files, initial, strict=True)])
 
@@ -115,12 +118,12 @@ class DiskStore:
 
 
 def _take_over(folder: Path, owner: str) -> None:
-    """Make a folder that the same run used before empty again: its checkpoint has the states to go on with."""
+    """Empty a folder that the same run used before; its checkpoint has the states to resume from."""
     refuse_links(folder)
     mark = folder / OWNER
     if mark.exists():
         if content_of(mark, 100).decode(errors="replace") != owner:
-            fix = "Give a new folder: what another run left is not overwritten."
+            fix = "Choose a new folder: the states of another run are not overwritten."
             raise refused("store", "a folder without client states of another run", str(folder), fix)
         for path in [*folder.glob("*.rows"), folder / "places.npy"]:
             path.unlink(missing_ok=True)
@@ -133,7 +136,7 @@ def _take_over(folder: Path, owner: str) -> None:
 
 
 class Rows:
-    """One field of a disk store, indexed like an array of shape (N, d); an index reads those rows."""
+    """One field of a disk store, indexed like an array of shape (N, d). An index reads only its rows."""
 
     def __init__(self, store: DiskStore, file: RowFile, initial: np.ndarray):
         self._store, self._file, self._initial = store, file, initial
@@ -143,11 +146,13 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As an array of NumPy's, for indices that begin with clients; only the rows of these are read."""
+        """The rows of some clients as a NumPy array; the first index selects clients."""
         parts: Any = (index or (slice(None),)) if isinstance(index, tuple) else (index,)
         first, rest = parts[0], parts[1:]
         if first is None or first is Ellipsis or np.ndim(first) > 1:
-            raise IndexError(f"states on disk are indexed by client first, got {first!r}; np.asarray(...) reads all")
+            raise IndexError(
+                f"states on disk need an index of clients first; got {first!r}. np.asarray(...) reads all states."
+            )
         places = self._store.places[first]
         flat = np.atleast_1d(places)
         rows = np.empty((len(flat), *self.shape[1:]), self.dtype)
@@ -170,6 +175,6 @@ class Rows:
 
 
 def _name(path: Any, number: int) -> str:
-    """The field's own name where that can be a file's, else its number."""
+    """The field's name if it is a valid file name, else its number."""
     name = jax.tree_util.keystr(path).strip(".")
     return name if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) else str(number)

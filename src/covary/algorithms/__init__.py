@@ -1,4 +1,4 @@
-"""The algorithms, one file each: equations in the docstring, the same equations in the code."""
+"""The algorithms, one file each, with the same equations in the docstring and in the code."""
 
 from covary.algorithms.dane import dane
 from covary.algorithms.fedavg import fedavg

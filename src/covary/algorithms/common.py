@@ -1,4 +1,4 @@
-"""The parts that most algorithms share: stateless clients, a server that holds `x`, an upload of `dy`."""
+"""Parts that most algorithms share: stateless clients, a server that holds `x`, an upload of `dy`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Server(NamedTuple):
 
 
 class NoState(NamedTuple):
-    """A client that keeps nothing between rounds."""
+    """The state of a stateless client."""
 
 
 class Model(NamedTuple):
-    """What goes down: the server model."""
+    """The download: the server model."""
 
     x: Any
 
@@ -27,7 +27,7 @@ class Local(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What comes up: dy = y - x."""
+    """The upload: dy = y - x."""
 
     dy: Any
 
@@ -62,13 +62,13 @@ def average_models(eta_g: Any) -> Callable[..., Any]:
 
 
 class Gradient(NamedTuple):
-    """An upload of the client's full gradient at the server model."""
+    """The upload of a client's full gradient at the server model."""
 
     g: Any
 
 
-def gradient_trip(field: str) -> Exchange:
-    """A trip without local steps after which the server's `field` holds the mean of the clients' gradients at x."""
+def gradient_exchange(field: str) -> Exchange:
+    """An exchange without local steps: the server's `field` becomes the mean of the clients' gradients at x."""
 
     def finish(local: NoState, down: Model, client: Any, full_grad: Any, K: Any) -> tuple[Gradient, Any]:
         return Gradient(full_grad(down.x)), client

@@ -1,11 +1,11 @@
-"""DANE, solved inexactly by K local gradient steps; two trips a round."""
+"""DANE, solved inexactly by K local gradient steps; two exchanges per round."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from covary.algorithm import Algorithm, Exchange, factory
-from covary.algorithms.common import average_models, gradient_trip, send_all, send_change, stateless
+from covary.algorithms.common import average_models, gradient_exchange, send_all, send_change, stateless
 from covary.checks import non_negative, positive
 
 
@@ -21,7 +21,7 @@ class Local(NamedTuple):
 
 @factory(eta_l=positive, mu=non_negative, eta=positive)
 def dane(eta_l: Any, mu: Any = 0.0, eta: Any = 1.0) -> Algorithm:
-    r"""Trip 1 forms the global gradient, trip 2 takes K steps on a local problem that has it at x, and averages.
+    r"""Exchange 1 forms the global gradient. Exchange 2 takes K steps on a local problem with this gradient at x.
 
     $$ y_i \approx \arg\min_y \; f_i(y) - \left( \nabla f_i(x) - \eta \nabla f(x) \right)^\top y
        + \frac{\mu}{2} \lVert y - x \rVert^2, \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i $$
@@ -48,4 +48,4 @@ def dane(eta_l: Any, mu: Any = 0.0, eta: Any = 1.0) -> Algorithm:
         return local._replace(y=local.y - eta_l * (grad(local.y) - local.shift + mu * (local.y - down.x)))
 
     solve = Exchange(send_all, start, send_change, average_models(1.0), step, together=True)
-    return Algorithm("dane", lambda x: Server(x, 0 * x), stateless, (gradient_trip("g"), solve))
+    return Algorithm("dane", lambda x: Server(x, 0 * x), stateless, (gradient_exchange("g"), solve))

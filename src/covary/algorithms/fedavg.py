@@ -11,7 +11,7 @@ from covary.checks import positive
 
 @factory(eta_l=positive, eta_g=positive)
 def fedavg(eta_l: Any, eta_g: Any = 1.0) -> Algorithm:
-    r"""K local steps on each sampled client, then the average of the changes.
+    r"""Take K local steps on each sampled client, then average the changes.
 
     $$ y_i \leftarrow y_i - \eta_l g_i(y_i) \quad (1) \qquad
        x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x) \quad (2) $$
@@ -22,7 +22,7 @@ def fedavg(eta_l: Any, eta_g: Any = 1.0) -> Algorithm:
 
     >>> import covary as cv
     >>> run = cv.simulate(cv.fedavg(eta_l=0.1), cv.lower_bound(G=10), rounds=200, local_steps=10, x0=1.0)
-    >>> bool(run.history["loss"][-1] > 1.0)  # drift: it settles far from the optimum
+    >>> bool(run.history["loss"][-1] > 1.0)  # client drift: it converges to a point far from the optimum
     True
 
     Reference: McMahan et al. 2017; Karimireddy et al. 2020, eqs. (1) and (2).

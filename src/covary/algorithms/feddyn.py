@@ -20,7 +20,7 @@ class Client(NamedTuple):
 
 @factory(eta_l=positive, alpha=positive)
 def feddyn(eta_l: Any, alpha: Any = 0.1) -> Algorithm:
-    r"""Each client adds a linear term that makes its stationary point agree with the server's.
+    r"""Each client adds a linear term, so that its stationary point agrees with the server's.
 
     $$ y_i \approx \arg\min_y \; f_i(y) - h_i^\top y + \frac{\alpha}{2} \lVert y - x \rVert^2, \qquad
        h_i \leftarrow h_i - \alpha (y_i - x) $$

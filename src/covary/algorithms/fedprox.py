@@ -1,4 +1,4 @@
-"""FedProx with SGD as the local solver, as the paper runs it."""
+"""FedProx with SGD as the local solver, as in the paper."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from covary.checks import non_negative, positive
 
 @factory(eta_l=positive, mu=non_negative, eta_g=positive)
 def fedprox(eta_l: Any, mu: Any = 1.0, eta_g: Any = 1.0) -> Algorithm:
-    r"""FedAvg whose local steps are pulled back to the server model.
+    r"""FedAvg with a proximal term that pulls the local steps back to the server model.
 
     $$ y_i \leftarrow y_i - \eta_l \left( g_i(y_i) + \mu (y_i - x) \right), \qquad
        x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x) $$
 
     Args:
         eta_l: the local step-size.
-        mu: the strength of the pull; the paper fixes it to 1, and 0 gives FedAvg.
+        mu: the strength of the proximal term. The paper fixes it to 1; 0 gives FedAvg.
         eta_g: the global step-size.
 
     >>> import covary as cv

@@ -1,11 +1,19 @@
-"""Mime in its SGD form: SVRG-corrected local steps, stateless clients, two trips a round."""
+"""Mime in its SGD form: SVRG-corrected local steps, stateless clients, two exchanges per round."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from covary.algorithm import Algorithm, Exchange, factory
-from covary.algorithms.common import Local, average_models, gradient_trip, send_all, send_change, start_at_x, stateless
+from covary.algorithms.common import (
+    Local,
+    average_models,
+    gradient_exchange,
+    send_all,
+    send_change,
+    start_at_x,
+    stateless,
+)
 from covary.checks import positive
 
 
@@ -16,13 +24,13 @@ class Server(NamedTuple):
 
 @factory(eta_l=positive, eta_g=positive)
 def mime(eta_l: Any, eta_g: Any = 1.0) -> Algorithm:
-    r"""Trip 1 forms the cohort's gradient c at x, trip 2 takes K steps whose minibatch gradient is corrected by it.
+    r"""Exchange 1 forms the cohort's gradient c at x. Exchange 2 takes K local steps corrected by c.
 
     $$ c = \frac{1}{|S|} \sum_{i \in S} \nabla f_i(x), \qquad
        y_i \leftarrow y_i - \eta_l \left( g_i(y_i) - g_i(x) + c \right), \qquad
        x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x) $$
 
-    Both $g_i$ of a step are taken on the same minibatch. No client keeps state, which suits clients seen only once.
+    Both $g_i$ of a step use the same minibatch. Clients are stateless, which suits clients that are sampled only once.
 
     Args:
         eta_l: the local step-size.
@@ -40,4 +48,4 @@ def mime(eta_l: Any, eta_g: Any = 1.0) -> Algorithm:
         return Local(local.y - eta_l * (grad(local.y) - grad(down.x) + down.c))
 
     correct = Exchange(send_all, start_at_x, send_change, average_models(eta_g), step, together=True)
-    return Algorithm("mime", lambda x: Server(x, 0 * x), stateless, (gradient_trip("c"), correct))
+    return Algorithm("mime", lambda x: Server(x, 0 * x), stateless, (gradient_exchange("c"), correct))

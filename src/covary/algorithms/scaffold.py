@@ -38,14 +38,14 @@ def scaffold(eta_l: Any, eta_g: Any = 1.0, option: str = "II") -> Algorithm:
     $$ x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x), \qquad
        c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i) \quad (5) $$
 
-    Under option II and with the same K on every client, $c_i^+ - c_i = -c - \Delta y_i / (K \eta_l)$: the server forms
-    the mean of $\Delta c$ from the mean of $\Delta y$, and a client sends d numbers, as in FedAvg, not 2d. Where K
-    differs, or sampled clients weigh by their examples, $\Delta c$ is sent too.
+    Under option II and with the same K on every client, $c_i^+ - c_i = -c - \Delta y_i / (K \eta_l)$. The server then
+    computes the mean of $\Delta c$ from the mean of $\Delta y$, and a client sends d numbers, as in FedAvg, not 2d. If
+    K differs, or sampled clients are weighted by their examples, clients send $\Delta c$ too.
 
     Args:
         eta_l: the local step-size.
         eta_g: the global step-size.
-        option: "I" (one more pass over the local data, stabler) or "II" (free; what the paper's experiments use).
+        option: "I" (one more pass over the local data, more stable) or "II" (no extra cost; the paper's experiments).
 
     >>> import covary as cv
     >>> run = cv.simulate(cv.scaffold(eta_l=0.1), cv.lower_bound(G=10), rounds=13, local_steps=10, x0=1.0)

@@ -1,4 +1,4 @@
-"""SGD: one full-batch step per sampled client and round, the large-batch baseline of the paper."""
+"""SGD: one full-batch step per sampled client and round, the paper's large-batch baseline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covary.checks import positive
 
 @factory(eta_l=positive, eta_g=positive)
 def sgd(eta_l: Any, eta_g: Any = 1.0) -> Algorithm:
-    r"""One step on the full local data per sampled client and round; the number of local steps is ignored.
+    r"""Take one step on the full local data per sampled client and round. The number of local steps is ignored.
 
     $$ y_i = x - \eta_l \nabla f_i(x), \qquad x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x) $$
 

@@ -10,8 +10,8 @@ from covary.checks import positive
 
 
 class Client(NamedTuple):
-    delta_i: Any  # the correction of the round last taken part in
-    y_i: Any  # where that round ended
+    delta_i: Any  # the correction in the client's last round
+    y_i: Any  # its local model at the end of that round
     rate_i: Any  # 1 / (K eta_l) of that round; 0 before the first
 
 
@@ -22,13 +22,13 @@ class Local(NamedTuple):
 
 @factory(eta_l=positive)
 def vrl_sgd(eta_l: Any) -> Algorithm:
-    r"""Local steps corrected by $\Delta_i$, which is brought up to date when the new average arrives.
+    r"""Local steps corrected by $\Delta_i$, which is updated when the new average arrives.
 
     $$ \Delta_i \leftarrow \Delta_i + \frac{1}{K \eta_l} (x - y_i), \qquad
        y_i \leftarrow y_i - \eta_l \left( g_i(y_i) - \Delta_i \right), \qquad x \leftarrow \frac1N \sum_i y_i $$
 
-    It needs every client in every round, all with the same K: $\sum_i \Delta_i = 0$ holds only then. There it takes
-    the steps of SCAFFOLD option II, with $\Delta_i = c_i - c$.
+    It needs every client in every round, all with the same K, because $\sum_i \Delta_i = 0$ holds only then. It then
+    takes the steps of SCAFFOLD option II, with $\Delta_i = c_i - c$.
 
     Args:
         eta_l: the local step-size.

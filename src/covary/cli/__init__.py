@@ -42,18 +42,18 @@ def covary(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Federated learning that does not drift: SCAFFOLD and its family."""
+    """Federated learning without client drift: SCAFFOLD and related algorithms."""
 
 
 def main() -> None:
-    """Entry point: covary's own refusals are one line on the terminal and exit code 2, never a traceback.
+    """Entry point: a covary error prints one line and exits with code 2, without a traceback.
 
-    Warnings and log lines of libraries are for programmers: they are shown only where Python was asked for them.
+    Warnings and log lines of libraries are hidden unless Python was started with -W.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         logging.getLogger("jax").setLevel(logging.ERROR)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: save, and say how to go on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: save, and print how to resume
     try:
         app()
     except CovaryError as error:

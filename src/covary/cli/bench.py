@@ -1,4 +1,4 @@
-"""`covary bench`: how fast covary is on this machine, beside what else there is."""
+"""`covary bench`: time covary on this machine, next to PyTorch and other simulators."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ PARTS = ("rounds", "sweep", "cnn", "first", "growth", "deploy")
 def bench(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="Some of rounds, sweep, cnn, first, growth, deploy; rounds and sweep if none is named."),
+        typer.Argument(help="Any of rounds, sweep, cnn, first, growth, deploy. \\[default: rounds sweep]"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
-    peers: Annotated[bool, typer.Option(help="Also time other simulators that are installed.")] = True,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes: checks that it runs; the times mean nothing.")
+    ] = False,
+    peers: Annotated[bool, typer.Option(help="Also time other installed simulators.")] = True,
     out: Out = Path("runs"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time the paper's round in covary, in PyTorch and in other simulators that are installed, side by side.
+    """Time the paper's round in covary, in PyTorch and in other installed simulators, side by side.
 
-    PARTS are some of rounds, sweep, cnn, first, growth and deploy. Only ratios within one run mean something.
-    Without PyTorch (pip install torch) there is nothing to compare with.
+    PARTS are any of rounds, sweep, cnn, first, growth and deploy. Only ratios within one run are meaningful.
+    The comparison needs PyTorch (pip install torch).
 
     Example: covary bench rounds sweep
     """
@@ -41,7 +43,7 @@ def bench(
     chosen = parts or ["rounds", "sweep"]
     for part in chosen:
         if part not in PARTS:
-            raise refused("PARTS", f"some of {', '.join(PARTS)}", part, "Try: covary bench rounds.")
+            raise refused("PARTS", f"any of {', '.join(PARTS)}", part, "Try: covary bench rounds.")
     folder = RunFolder.create("bench", out)
     folder.append({"kind": "header", "quick": quick, "parts": chosen, **measure.measured_on()})
     records: list[dict[str, Any]] = []

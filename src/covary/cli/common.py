@@ -1,4 +1,4 @@
-"""What the commands share: options that mean the same everywhere, and the run folder around each."""
+"""What the commands share: common options, and the run folder of each command."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ Name = Annotated[str, typer.Argument(help="One of: " + ", ".join(ALGORITHMS) + "
 Rounds = Annotated[int, typer.Option(help="Communication rounds.")]
 PerRound = Annotated[
     float | None,
-    typer.Option(help="Clients a round: a number, a fraction, or 0 for all. \\[default: 0.2; of hospitals, all]"),
+    typer.Option(help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
 ]
-Steps = Annotated[int | None, typer.Option(help="Steps K of each client.")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the local data instead. \\[default: 5]")]
+Steps = Annotated[int | None, typer.Option(help="Local steps K per round.")]
+Epochs = Annotated[int | None, typer.Option(help="Local epochs per round, instead of local steps. \\[default: 5]")]
 Batch = Annotated[
     float | None,
     typer.Option(
-        help="Examples a batch, a fraction in (0, 1), or 0 for all. \\[default: 0.2; 0 where a client has under 5]"
+        help="Examples per batch, a fraction in (0, 1), or 0 for all. \\[default: 0.2; 0 if a client has under 5]"
     ),
 ]
-Hidden = Annotated[int, typer.Option(help="Hidden units of a 2-layer network; 0: logistic regression.")]
-WarmStart = Annotated[bool, typer.Option("--warm-start", help="Set c_i = g_i(x^0) first (scaffold).")]
-Weights = Annotated[str, typer.Option(help="uniform or examples.")]
+Hidden = Annotated[int, typer.Option(help="Hidden units of a 2-layer network; 0 for logistic regression.")]
+WarmStart = Annotated[bool, typer.Option("--warm-start", help="Set c_i = g_i(x^0) before round 1 (scaffold).")]
+Weights = Annotated[str, typer.Option(help="Client weights: uniform or examples.")]
 Target = Annotated[float | None, typer.Option(help="Stop at this test accuracy.")]
-Out = Annotated[Path, typer.Option(help="Where to make the run folder.")]
-Checkpoint = Annotated[Path | None, typer.Option(help="This run folder instead; the same command goes on with it.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Refuse to begin anew: --checkpoint must hold a run.")]
-Every = Annotated[int, typer.Option(help="Rounds between two checkpoints.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and JSON if asked for.")]
-Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser when it is done.")]
-# Options that may change when a run goes on:
-NOT_OF_THE_RUN = (
+Out = Annotated[Path, typer.Option(help="Parent of the new run folder.")]
+Checkpoint = Annotated[Path | None, typer.Option(help="Use this run folder; the same command resumes it.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Fail if there is nothing to resume in --checkpoint.")]
+Every = Annotated[int, typer.Option(help="Rounds between checkpoints.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else to standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and JSON with --json.")]
+Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser at the end.")]
+# Options that may differ when a run is resumed:
+MAY_DIFFER = (
     "checkpoint",
     "resume",
     "checkpoint_every",
@@ -92,13 +92,15 @@ REPORT = "report.html"
 def run_folder(
     context: typer.Context, terminal: Terminal, name: str, out: Path, checkpoint: Path | None, resume: bool, show: bool
 ) -> Iterator[RunFolder]:
-    """The folder of a command's results, checkpoints and report: a new one, or the one given, which may hold a run to
-    go on with. When the command is stopped, the user is told how to go on; when it is refused, nothing is left behind.
+    """The run folder of a command: a new one, or the one given, which may hold a run to resume.
+
+    When the command is interrupted, it prints the command that resumes it. When it fails before any work is done, a
+    new folder is removed again.
     """
     if resume and checkpoint is None:
-        raise CovaryError("--resume needs --checkpoint DIR: the folder of the run to go on with.")
+        raise CovaryError("--resume needs --checkpoint DIR, the run folder to resume.")
     if resume and checkpoint is not None and not RunFolder(checkpoint).begun:
-        raise CovaryError(f"{checkpoint} holds no run to go on with. Leave --resume out to begin one there.")
+        raise CovaryError(f"{checkpoint} holds no run to resume. Leave out --resume to start one there.")
     folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
     try:
         folder.settle(settings_of(context))
@@ -108,28 +110,28 @@ def run_folder(
         report(folder, terminal, show)
     except KeyboardInterrupt:
         if folder.begun:
-            goes_on = f"{command_of(context)} --checkpoint {shlex.quote(str(folder.path))} --resume"
-            terminal.say(f"Stopped. Saved in {folder.path}. To go on:\n{goes_on}")
+            again = f"{command_of(context)} --checkpoint {shlex.quote(str(folder.path))} --resume"
+            terminal.say(f"Stopped. The run is saved in {folder.path}. To resume it:\n{again}")
         else:
-            terminal.say("Stopped. Nothing was done yet.")
+            terminal.say("Stopped. There is nothing to save yet.")
         raise typer.Exit(130) from None
     finally:
         folder.close()
 
 
 def describe(folder: RunFolder, context: typer.Context) -> None:
-    """Keep what the report tells of how and where a command ran."""
+    """Save how, when and on which machine a command runs, for the report."""
     begun, versions = folder.about().get("started", _now()), machine.versions("covary", "jax")
     folder.describe(command=command_of(context), started=begun, ended=None, device=machine.device(), **versions)
 
 
 def ended(folder: RunFolder) -> None:
-    """The work in a folder is done."""
+    """Record when the command ended."""
     folder.describe(ended=_now())
 
 
 def report(folder: RunFolder, terminal: Terminal, show: bool) -> None:
-    """Write the page of a folder whose work is done, and say where it is."""
+    """Write the report of a finished run folder and print its path."""
     from covary.report.page import write_page
 
     ended(folder)
@@ -141,18 +143,18 @@ def report(folder: RunFolder, terminal: Terminal, show: bool) -> None:
 
 
 def places(folder: RunFolder) -> dict[str, str]:
-    """Where a program finds what was written."""
+    """The paths that `--json` reports."""
     return {"folder": str(folder.path), "report": str(folder.path / REPORT)}
 
 
 def settings_of(context: typer.Context) -> dict[str, Any]:
-    """What a command's results depend on."""
-    given = {key: value for key, value in context.params.items() if key not in NOT_OF_THE_RUN}
+    """The options that a command's results depend on."""
+    given = {key: value for key, value in context.params.items() if key not in MAY_DIFFER}
     return {"command": context.info_name, **given}
 
 
 def command_of(context: typer.Context) -> str:
-    """The command as it was given, but for where its results go."""
+    """The command as it was typed, without the options for where and how results are shown."""
     words = ["covary", str(context.info_name)]
     for parameter in context.command.params:
         name, source = str(parameter.name), context.get_parameter_source(str(parameter.name))

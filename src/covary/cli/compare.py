@@ -1,4 +1,4 @@
-"""`covary compare`: the first thing a new user runs."""
+"""`covary compare`: four algorithms on handwritten digits, the first command a new user runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 
 from covary.checks import whole
 from covary.cli import common
-from covary.cli.terminal import Terminal, best
+from covary.cli.terminal import Terminal, best_text
 from covary.errors import refused
 from covary.runs.folder import RunFolder
 
 
 def compare(
     context: typer.Context,
-    rounds: Annotated[int, typer.Option(help="Most rounds of a run.")] = 300,
+    rounds: Annotated[int, typer.Option(help="Maximum rounds per run.")] = 300,
     target: Annotated[float, typer.Option(help="Test accuracy to reach.")] = 0.95,
     seeds: Annotated[int, typer.Option(help="Seeds to average over.")] = 3,
     out: common.Out = Path("runs"),
@@ -30,9 +30,9 @@ def compare(
 ) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on handwritten digits, each with its step-size tuned.
 
-    20 clients of 0, 10 and 100 % similarity, 20 % of them sampled a round, 5 epochs of 5 steps: the paper's setup on a
-    data set that needs no download. Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which
-    command.
+    20 clients with 0, 10 and 100 % similarity, 20 % of them sampled per round, 5 local epochs of 5 steps: the paper's
+    setup on a data set that needs no download. Ctrl-C saves the run and prints the command that resumes it. After a
+    crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary compare --seeds 1 --rounds 100
     """
@@ -55,7 +55,7 @@ def compare(
         with terminal.progress("cells", len(CASES), len(done)) as progress:
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
-                progress.within(", ".join(cell.split(", ")[:2]), number, rounds, best(values))
+                progress.within(", ".join(cell.split(", ")[:2]), number, rounds, best_text(values))
 
             todo = [case for case in CASES if case not in done]
             for number, (cell, curves) in enumerate(cells(todo, budget, target, log, folder.checkpoint), 1 + len(done)):

@@ -1,4 +1,4 @@
-"""`covary data`: fetch data sets, and see how clients divide them."""
+"""`covary data`: download data sets, and show how they are divided among clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covary.data import datasets
 from covary.data.download import ARCHIVE, fetch_emnist
 from covary.errors import refused
 
-app = typer.Typer(no_args_is_help=True, help="Fetch data sets, and see how clients divide them.")
+app = typer.Typer(no_args_is_help=True, help="Download data sets, and show how they are divided among clients.")
 
 
 @app.command()
@@ -28,7 +28,7 @@ def emnist(
 ) -> None:
     """Download EMNIST's official files (an archive of about 540 MB) and check them.
 
-    A download that was stopped goes on where it was. Example: covary data emnist --root data
+    The same command resumes an interrupted download. Example: covary data emnist --root data
     """
     if split not in datasets.EMNIST_CLASSES:
         raise refused("--split", f"one of {', '.join(datasets.EMNIST_CLASSES)}", split, "The paper's is byclass.")
@@ -44,9 +44,9 @@ def emnist(
                     last = step.what
                     terminal.say(last)
     except KeyboardInterrupt:
-        terminal.say("Stopped. Run the same command again: it goes on from there.")
+        terminal.say("Stopped. The same command resumes the download.")
         raise typer.Exit(130) from None
-    terminal.show(f"EMNIST {split} is complete and checked in {root}.", markup=False)
+    terminal.show(f"EMNIST {split} is complete in {root}; all checksums match.", markup=False)
     terminal.answer({"split": split, "root": str(root)})
 
 
@@ -67,7 +67,7 @@ def show(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Draw the label histogram of every client, to see how different they are.
+    """Draw the label histogram of every client, to show how different the clients are.
 
     DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file.
 

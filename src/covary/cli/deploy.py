@@ -1,4 +1,4 @@
-"""`covary new-app`, `node` and `audit`: the beginning, a node and the proof of a deployment on Flower."""
+"""`covary new-app`, `node`, `audit` and `status`: a deployment on Flower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covary.errors import CovaryError
 
 
 def new_app(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; its name becomes the app's.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; the app gets its name.")],
     with_torch: Annotated[bool, typer.Option("--torch", help="A PyTorch model instead of a JAX one.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -28,20 +28,20 @@ def new_app(
 
     write_app(folder, with_torch)
     terminal = Terminal(as_json, quiet)
-    terminal.show(f"Written: {folder}. Its README.md says how to run it.", markup=False)
+    terminal.show(f"Wrote {folder}. Its README.md explains how to run it.", markup=False)
     terminal.answer({"folder": str(folder)})
 
 
 def node(
-    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gate of the SuperLink.")],
-    root_certificates: Annotated[Path, typer.Option(metavar="FILE", help="The certificate of the CA: ca.crt.")],
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of the SuperLink.")],
+    root_certificates: Annotated[Path, typer.Option(metavar="FILE", help="The CA certificate, ca.crt.")],
     key: Annotated[Path, typer.Option(metavar="FILE", help="This node's private key.")],
-    state: Annotated[Path, typer.Option(metavar="DIR", help="The folder of this node's control variate.")],
-    app: Annotated[list[Path], typer.Option(metavar="APP", help="An app that may run here: its folder or .fab file.")],
-    config: Annotated[str, typer.Option(help="What the app finds in context.node_config.")] = "",
+    state: Annotated[Path, typer.Option(metavar="DIR", help="The folder for this node's control variate.")],
+    app: Annotated[list[Path], typer.Option(metavar="APP", help="An app that may run here: a folder or a .fab file.")],
+    config: Annotated[str, typer.Option(help="The app's context.node_config.")] = "",
     port: Annotated[int, typer.Option(help="A free port of this machine.", min=1, max=65535)] = 9094,
 ) -> None:
-    """Run this machine's node: only the apps you name, and with a reason when it ends.
+    """Run this machine's node. It runs only the apps you name, and prints the reason when it ends.
 
     Example: covary node --superlink superlink.example.org:443 --root-certificates ca.crt --key hospital-a
     --state /var/lib/covary --app my-hospital --config 'partition-id=0'
@@ -58,7 +58,7 @@ def audit(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check, on the disks, that the server's c is the mean of the nodes' c_i. Exit code 1 if it is not.
+    """Check from the saved states that the server's c is the mean of the nodes' c_i. Exit code 1 if it is not.
 
     Example: covary audit checkpoint state-0 state-1 state-2
     """
@@ -74,12 +74,12 @@ def audit(
         for name, norm in found.norms.items():
             table.add_row(name, f"{norm:.6g}")
         for name in found.missing:
-            table.add_row(name, "on none of these disks")
+            table.add_row(name, "state not found")
         never = found.members - len(found.norms) - len(found.missing)
         if never:
             table.add_row(f"{never} not counted yet", "0")
         terminal.show(table)
-        wrong = "it cannot be shown, states are missing" if found.missing else "c is not the mean of the c_i"
+        wrong = "cannot be checked, states are missing" if found.missing else "c is not the mean of the c_i"
         verdict = "[green]c = mean(c_i)[/green]" if found.holds else f"[red]{wrong}[/red]"
         terminal.show(f"‖c‖ = {found.norm:.6g}, ‖c - mean c_i‖ = {found.gap:.3g}: {verdict}")
     if not found.holds:
@@ -91,7 +91,7 @@ def status(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say whether a deployed run has reached its rounds. Exit code 0 if so, 1 if it stopped before, 3 while it runs.
+    """Show whether a deployed run is complete. Exit code 0: all rounds done; 1: stopped early; 3: still running.
 
     Example: covary status checkpoint
     """

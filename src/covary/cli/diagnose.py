@@ -1,4 +1,4 @@
-"""`covary diagnose`: will SCAFFOLD help, and with which settings?"""
+"""`covary diagnose`: whether SCAFFOLD will help, and with which settings."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ def diagnose(
     test: problems.Test = None,
     ignore: problems.Ignore = None,
     hidden: common.Hidden = 0,
-    rounds: Annotated[int, typer.Option(help="How many rounds you mean to train for.")] = 100,
+    rounds: Annotated[int, typer.Option(help="The number of rounds you plan to train for.")] = 100,
     clients_per_round: Annotated[
         float | None,
-        typer.Option(help="Clients a round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
+        typer.Option(help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
     ] = None,
-    local_steps: Annotated[int | None, typer.Option(help="K, if it is settled.")] = None,
-    max_local_steps: Annotated[int, typer.Option(help="The most local steps to consider.")] = 100,
+    local_steps: Annotated[int | None, typer.Option(help="Local steps K, if fixed.")] = None,
+    max_local_steps: Annotated[int, typer.Option(help="The largest K to consider.")] = 100,
     batch_size: common.Batch = None,
     weights: common.Weights = "uniform",
-    target: Annotated[float | None, typer.Option(help="The test accuracy you want to reach.")] = None,
-    target_loss: Annotated[float | None, typer.Option(help="The training loss you want to reach, instead.")] = None,
+    target: Annotated[float | None, typer.Option(help="Target test accuracy.")] = None,
+    target_loss: Annotated[float | None, typer.Option(help="Target training loss, instead of an accuracy.")] = None,
     trial_rounds: Annotated[int, typer.Option(help="Rounds of the trial.")] = 30,
     seed: problems.Seed = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Also run the full sweep that the advice is to save (needs a target).")
+        bool, typer.Option("--check", help="Also check the advice with a full sweep (needs a target).")
     ] = False,
     out: common.Out = Path("runs"),
     show: common.Open = False,
     as_json: common.Json = False,
     quiet: common.Quiet = False,
 ) -> None:
-    """Measure how different the clients are, and say which algorithm, K and step-sizes to use.
+    """Measure how different the clients are, and recommend an algorithm, K and step-sizes.
 
-    DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file. Takes a minute on digits. For your own
-    model: covary.diagnose(problem) in Python.
+    DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file. This takes a minute on digits. For your own
+    model, call covary.diagnose(problem) in Python.
 
     Example: covary diagnose digits --similarity 0.1 --target 0.95
 
@@ -63,8 +63,8 @@ def diagnose(
     from covary.theory.diagnose import diagnose as measure
 
     terminal = Terminal(as_json, quiet)
-    goal = _goal(target, target_loss)
-    if check and goal is None:
+    aim = _target(target, target_loss)
+    if check and aim is None:
         raise CovaryError("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
     RunFolder.refuse_unwritable(out)
     of = problems.divided(context, alpha, seed)
@@ -85,7 +85,7 @@ def diagnose(
                 rounds,
                 local_steps=local_steps,
                 seed=seed,
-                target=goal,
+                target=aim,
                 max_local_steps=max_local_steps,
                 trial_rounds=trial_rounds,
                 say=say,
@@ -93,9 +93,9 @@ def diagnose(
             )
             if check:
                 steps = [K for K in FULL if max_local_steps >= K]
-                checked = check_advice(found, problem, goal, steps, say=say, **options)
+                checked = check_advice(found, problem, aim, steps, say=say, **options)
     except KeyboardInterrupt:
-        terminal.say("Stopped. Nothing was kept: the advice comes at the end.")
+        terminal.say("Stopped. Nothing is saved: diagnose writes its results at the end.")
         raise typer.Exit(130) from None
     folder = RunFolder.create("diagnose", out)
     folder.settle(common.settings_of(context))
@@ -110,22 +110,22 @@ def diagnose(
     terminal.show(diagnosis_panel(found, title))
     if checked is not None:
         terminal.show(check_table(found, checked))
-        agrees = "as was advised" if checked.as_predicted else "against the advice"
+        agrees = "as predicted" if checked.as_predicted else "contrary to the prediction"
         said = (
-            f"The advised setting needs {checked.ratio:.2f} times the rounds of the best of {checked.cells} cells; "
+            f"The advised settings need {checked.ratio:.2f} times the rounds of the best of {checked.cells} cells; "
             f"SCAFFOLD {'beats' if checked.beats else 'does not beat'} FedAvg, {agrees}."
         )
         reached = math.isfinite(checked.best.rounds)
-        terminal.show(said if reached else "No cell reached the target: nothing can be said.")
+        terminal.show(said if reached else "No cell reached the target, so the advice cannot be checked.")
     terminal.written("Picture", folder.path / "diagnosis.png")
     terminal.written("Raw results", folder.results)
     common.report(folder, terminal, show)
     folder.close()
 
 
-def _goal(target: float | None, target_loss: float | None) -> tuple[str, float] | None:
+def _target(target: float | None, target_loss: float | None) -> tuple[str, float] | None:
     if target is not None and target_loss is not None:
-        raise CovaryError("--target and --target-loss are two goals. Give one of them.")
+        raise CovaryError("--target and --target-loss are two targets. Give one of them.")
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.9.")
     return ("accuracy", target) if target is not None else ("loss", target_loss) if target_loss is not None else None

@@ -1,4 +1,4 @@
-"""The data sets that commands know by name, and a user's own table, divided among clients."""
+"""The data sets that commands know by name, and a user's own CSV file, divided among clients."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def known_names() -> list[str]:
 
 Dataset = Annotated[str, typer.Argument(help=f"{KNOWN}, or a CSV file.", autocompletion=known_names)]
 Data = Annotated[str, typer.Option("--data", help=f"{KNOWN}, or a CSV file.", autocompletion=known_names)]
-Root = Annotated[Path | None, typer.Option(help="Folder or file of a data set that is not built in.")]
+Root = Annotated[Path | None, typer.Option(help="Folder or file of a data set that does not come with covary.")]
 Clients = Annotated[int | None, typer.Option(help="Number of clients N. \\[default: 20]")]
-Similarity = Annotated[float | None, typer.Option(help="The paper's i.i.d. share, 0 to 1. \\[default: 0]")]
-Alpha = Annotated[float | None, typer.Option(help="Dirichlet concentration instead.")]
-ClientColumn = Annotated[str | None, typer.Option(help="The column that says whose row it is (CSV).")]
+Similarity = Annotated[
+    float | None, typer.Option(help="The i.i.d. share of each client's data, 0 to 1. \\[default: 0]")
+]
+Alpha = Annotated[float | None, typer.Option(help="Dirichlet concentration, instead of a similarity.")]
+ClientColumn = Annotated[str | None, typer.Option(help="The column that names the client of each row (CSV).")]
 Label = Annotated[str | None, typer.Option(help="The column to predict (CSV).")]
-Test = Annotated[Path | None, typer.Option(help="A CSV file of test rows. \\[default: a fifth of each client's]")]
-Ignore = Annotated[list[str] | None, typer.Option(help="A column to leave out (CSV); may be repeated.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Test = Annotated[Path | None, typer.Option(help="A CSV file of test rows. \\[default: a fifth of each client's rows]")]
+Ignore = Annotated[list[str] | None, typer.Option(help="A column to ignore (CSV); may be repeated.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Training examples divided among clients, and test examples."""
+    """Training examples divided among clients, with test examples."""
 
     data: FederatedData
     test: Pair
     title: str  # the data set, and how it is divided
-    natural: bool = False  # the clients are hospitals and their like, not made up
+    natural: bool = False  # the data names its clients, such as hospitals
     clients: list[str] | None = None  # their names
     labels: list[str] | None = None
     notes: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Divided:
         return supervised(model, self.data, self.test)
 
     def sampling(self, clients_per_round: float | None, batch_size: float | None) -> dict[str, int | float | None]:
-        """How many clients a round and examples a batch: as given, or what suits the data."""
+        """Clients per round and examples per batch: as given, or a default that suits the data."""
         if clients_per_round is None:
             clients_per_round = 0 if self.natural else 0.2
         if batch_size is None:
@@ -70,7 +72,7 @@ class Divided:
         return {"clients_per_round": _count(clients_per_round), "batch_size": _count(batch_size)}
 
     def described(self) -> dict[str, Any]:
-        """For the report: how many examples of each label each client has."""
+        """The label counts of each client, for the report."""
         from covary.report.story import clients_of
 
         return clients_of(self.data, self.title) | {"names": self.clients, "labels": self.labels}
@@ -93,17 +95,20 @@ def divided(context: typer.Context, alpha: float | None = None, seed: int = 0) -
     if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists() or named):
         if (root, clients, similarity, alpha) != (None, None, None, None):
             raise CovaryError(
-                "The column of a table says who the clients are: leave out --root, --clients, --similarity and --alpha."
+                "The clients of a CSV file come from its client column. Leave out --root, --clients, --similarity and "
+                "--alpha."
             )
         return _table(dataset, **columns)
     if any(columns.values()):
         raise CovaryError(
-            f"--client-column, --label, --test and --ignore go with a CSV file, and {dataset} is none. Name the file: "
-            "covary run --data FILE.csv."
+            f"--client-column, --label, --test and --ignore need a CSV file, but the data set is {dataset}. Name the "
+            "file: covary run --data FILE.csv."
         )
     if dataset == "heart-disease":
         if (clients, similarity, alpha) != (None, None, None):
-            raise CovaryError("The hospitals are the clients here: leave out --clients, --similarity and --alpha.")
+            raise CovaryError(
+                "The clients of heart-disease are its hospitals. Leave out --clients, --similarity and --alpha."
+            )
         train, tested = datasets.heart_disease(root or "fed-heart-disease.npz")
         return Divided(partition.by_group(*train), tested, "heart-disease, by hospital", natural=True)
     (x, y), tested = _images(dataset, root)
@@ -137,7 +142,7 @@ def _table(
 
     if Path(dataset).exists() and (client_column is None or label is None):
         raise CovaryError(
-            f"{dataset} is a table: say which column names the client and which is to be predicted, as in "
+            f"{dataset} is a CSV file. Name its client column and its label column, for example "
             "--client-column hospital --label outcome."
         )
     table = datasets.table(dataset, client_column or "", label or "", test, ignore or [])

@@ -1,4 +1,4 @@
-"""`covary report`: the page of one or several runs, written to a file or served while they go on."""
+"""`covary report`: the report of one or several runs, written to a file or served while they run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from covary.runs.files import replace
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or several run folders.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="The file to write. \\[default: report.html in the folder; of several, comparison.html]"),
+        typer.Option(help="The file to write. \\[default: report.html in the run folder; comparison.html for several]"),
     ] = None,
     target: Annotated[float | None, typer.Option(help="Count rounds to this test accuracy.")] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page on this machine, renewed as runs go on.")
+        bool, typer.Option("--serve", help="Serve the report on this machine and update it while the runs go on.")
     ] = False,
-    port: Annotated[int, typer.Option(help="Where to serve it; 0 takes a free port.")] = 0,
+    port: Annotated[int, typer.Option(help="The port for --serve; 0 picks a free one.")] = 0,
     show: Open = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write one HTML file with the curves, tables, clients and settings of runs. It needs no network to be read.
+    """Write the curves, tables, clients and settings of runs to one HTML file that needs no network.
 
     Example: covary report runs/* --out comparison.html
 
@@ -44,10 +44,10 @@ def report(
     whole("--port", port, 0, most=65535)
     if serve:
         if out is not None:
-            raise CovaryError("--serve writes no file. Leave --out out, or call without --serve.")
+            raise CovaryError("--serve writes no file. Leave out --out or --serve.")
         with server(runs, port, target) as serving:
             address = f"http://127.0.0.1:{serving.server_port}/"
-            terminal.show(f"Serving {address} until Ctrl-C. Only this machine can see it.")
+            terminal.show(f"Serving {address} until Ctrl-C. Only this machine can reach it.")
             terminal.answer({"address": address})
             if show:
                 open_in_browser(address)
@@ -58,7 +58,7 @@ def report(
         return
     text = page(runs, target)
     for reason in stories_of(runs)[1]:
-        terminal.say(f"Left out: {reason}", style="yellow")
+        terminal.say(f"Skipped: {reason}", style="yellow")
     path = out or (runs[0] / REPORT if len(runs) == 1 else Path("comparison.html"))
     if not path.parent.is_dir():
         raise refused("--out", "a file in a folder that exists", out, "Try --out report.html.")

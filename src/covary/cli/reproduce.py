@@ -1,4 +1,4 @@
-"""`covary reproduce`: the paper's figure and tables, measured again."""
+"""`covary reproduce`: measure the paper's figure and tables again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from covary.checks import whole
 from covary.cli import common
-from covary.cli.terminal import Terminal, best
+from covary.cli.terminal import Terminal, best_text
 from covary.errors import refused
 from covary.runs.folder import RunFolder
 
@@ -27,8 +27,8 @@ def reproduce(
     ],
     data: Annotated[Path, typer.Option(help="Folder with EMNIST's official files.")] = Path("data"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller data and fewer rounds, the same code.")] = False,
-    pixels: Annotated[str, typer.Option(help="paper-white, ink, or auto: what lands nearest to the paper.")] = "auto",
-    seeds: Annotated[int | None, typer.Option(help="How many seeds. \\[default: 3; quick: 1]")] = None,
+    pixels: Annotated[str, typer.Option(help="paper-white, ink, or auto: whichever is closest to the paper.")] = "auto",
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds. \\[default: 3; quick: 1]")] = None,
     out: common.Out = Path("runs"),
     checkpoint: common.Checkpoint = None,
     resume: common.Resume = False,
@@ -36,11 +36,11 @@ def reproduce(
     as_json: common.Json = False,
     quiet: common.Quiet = False,
 ) -> None:
-    """Reproduce a figure or table of the SCAFFOLD paper, and check its claims on what is measured.
+    """Reproduce a figure or table of the SCAFFOLD paper, and check the paper's claims against the measurements.
 
     EXPERIMENT is fig3, table3, table4, table5 or all. The tables need EMNIST: covary data emnist --root data.
-    Without a GPU use --quick. Stopped by Ctrl-C or a crash, it goes on where it was: with Ctrl-C it says by which
-    command.
+    Without a GPU use --quick. Ctrl-C saves the run and prints the command that resumes it. After a crash, the same
+    command with --checkpoint DIR resumes it.
 
     Example: covary reproduce table3 --data data --quick
     """
@@ -49,7 +49,7 @@ def reproduce(
     if experiment != "all" and experiment not in EXPERIMENTS:
         raise refused("EXPERIMENT", f"one of {', '.join(EXPERIMENTS)}, all", experiment, "Try: covary reproduce fig3.")
     if pixels not in ("auto", "paper-white", "ink"):
-        raise refused("--pixels", "auto, paper-white or ink", pixels, "Leave it out for what is nearest to the paper.")
+        raise refused("--pixels", "auto, paper-white or ink", pixels, "Leave it out for the closest to the paper.")
     if seeds is not None:
         whole("--seeds", seeds, 1)
     options = [*(["--quick"] if quick else []), *(["--pixels", pixels] if pixels != "auto" else [])]
@@ -106,7 +106,7 @@ def _reproduce(
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
                 most = most_rounds(name, quick)
-                progress.within(cell, number, most, best(values))
+                progress.within(cell, number, most, best_text(values))
 
             for number in run_table(name, data, folder, command, quick, paper_white, seeds, log):
                 progress.update(number)
@@ -119,7 +119,7 @@ def _reproduce(
     with folder.writing():
         written = write_up(result, folder.path)
     for path in written:
-        terminal.written("Written", path)
+        terminal.written("Wrote", path)
     columns, rows = result.table
     claims = [{**asdict(claim), "verdict": claim.verdict} for claim in result.claims]
     return {"experiment": name, "columns": columns, "rows": rows, "claims": claims, "seconds": result.seconds}

@@ -1,4 +1,4 @@
-"""Where a command speaks: results on standard output, progress and warnings on standard error."""
+"""What a command prints: results on standard output, progress and warnings on standard error."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from covary.errors import DivergenceWarning
 from covary.runs.folder import plain
 from covary.trackers import TrackerWarning
 
-SECONDS = 10.0  # between two lines of progress, where there is no terminal to draw on
+SECONDS = 10.0  # between two lines of progress, without a terminal
 
 
 class Terminal:
-    """One look for all commands; `--quiet` leaves errors alone, `--json` one object on standard output."""
+    """The output of all commands. `--quiet` prints only errors, `--json` prints one object on standard output."""
 
     def __init__(self, as_json: bool = False, quiet: bool = False):
         self.as_json, self.quiet = as_json, quiet
@@ -45,7 +45,7 @@ class Terminal:
         self.err = Console(highlight=False, quiet=quiet, stderr=True)
 
     def show(self, *things: Any, **style: Any) -> None:
-        """Tables and sentences for a person."""
+        """Print tables and sentences for a person."""
         for thing in things:
             self.out.print(thing, soft_wrap=isinstance(thing, str), **style)
 
@@ -53,21 +53,21 @@ class Terminal:
         self.out.print(f"{what}: {path}", soft_wrap=True, markup=False)
 
     def answer(self, record: dict[str, Any]) -> None:
-        """The same for a program."""
+        """Print the result as JSON, for a program."""
         if self.as_json:
             typer.echo(json.dumps(plain(record), allow_nan=False, default=str))
 
     def say(self, text: str, **style: Any) -> None:
-        """What is no result."""
+        """Print a message that is not part of the result, on standard error."""
         self.err.print(text, soft_wrap=True, markup=False, **style)
 
     @contextlib.contextmanager
     def progress(self, unit: str, total: int | None = None, done: int = 0) -> Iterator[Bar | Lines]:
-        """How far the work is: a bar that goes away when it is done, or lines where there is no terminal."""
+        """Show progress: a bar that disappears at the end, or lines if there is no terminal."""
         if not self.err.is_terminal or self.quiet:
             yield Lines(self, unit, total)
             return
-        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # on a narrow terminal the words give way
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # the column that shrinks on a narrow terminal
         what = TextColumn("{task.description}", markup=False, table_column=rest)
         columns = (
             SpinnerColumn(),
@@ -82,24 +82,24 @@ class Terminal:
 
     @contextlib.contextmanager
     def warned(self) -> Iterator[None]:
-        """covary's own warnings as sentences for the user; those of libraries are for programmers."""
+        """Print covary's own warnings as sentences, and hide those of libraries."""
         from covary._engine.checkpoint import CheckpointWarning
 
-        ours = (DivergenceWarning, CheckpointWarning, TrackerWarning)
+        own = (DivergenceWarning, CheckpointWarning, TrackerWarning)
 
         def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
-            if issubclass(category, ours):
+            if issubclass(category, own):
                 self.say(str(message), style="yellow")
 
         with warnings.catch_warnings():
-            for category in ours:
+            for category in own:
                 warnings.simplefilter("always", category)
             warnings.showwarning = show
             yield
 
 
 class Speed(ProgressColumn):
-    """How many a second."""
+    """Rounds per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -107,7 +107,7 @@ class Speed(ProgressColumn):
 
 
 class Bar:
-    """Progress on a terminal: the whole, and below it the part under way."""
+    """Progress on a terminal: a bar for all work, and one for the current part."""
 
     def __init__(self, progress: Progress, unit: str, total: int | None, done: int):
         self.progress = progress
@@ -127,12 +127,12 @@ class Bar:
 
 
 class Lines:
-    """Progress where there is no terminal: a line for every tenth of the work, and now and then in between."""
+    """Progress without a terminal: one line per tenth of the work, and one every few seconds in between."""
 
     def __init__(self, terminal: Terminal, unit: str, total: int | None):
         self.terminal, self.unit, self.total = terminal, unit, total
         self.began = self.last = time.monotonic()
-        self.first: int | None = None  # what was done before
+        self.first: int | None = None  # rounds done when the first update came
         self.tenth, self.what = -1, ""
 
     def update(self, done: int | None = None, what: str | None = None) -> None:
@@ -142,7 +142,7 @@ class Lines:
                 self.terminal.say(what)
             return
         tenth, now = 10 * done // max(self.total, 1), time.monotonic()
-        if self.first is None:  # before it lies the compilation
+        if self.first is None:  # the pace leaves out what came before, such as compilation
             self.first, self.began = done, now
         recent = now - self.last < (SECONDS if tenth == self.tenth else 1)
         if recent and self.tenth >= 0 and done < self.total:
@@ -151,8 +151,8 @@ class Lines:
         fresh, spent = done - self.first, now - self.began
         pace = f", {fresh / spent:,.3g} {self.unit}/s" if self.unit == "rounds" and fresh and spent > 0 else ""
         left = f", {spent * (self.total - done) / fresh:.0f} s left" if fresh and done < self.total else ""
-        told = f"{self.what}: " if self.what else ""
-        self.terminal.say(f"{told}{done} of {self.total} {self.unit}{pace}{left}")
+        name = f"{self.what}: " if self.what else ""
+        self.terminal.say(f"{name}{done} of {self.total} {self.unit}{pace}{left}")
 
     def within(self, name: str, done: int, total: int, what: str) -> None:
         now = time.monotonic()
@@ -161,32 +161,32 @@ class Lines:
             self.terminal.say(f"{name}: round {done} of {total}, {what}")
 
 
-def in_words(values: dict[str, float]) -> str:
-    """Metrics of a round in a few words; those that were not measured are left out.
+def metrics_text(values: dict[str, float]) -> str:
+    """The metrics of a round as text, without those that were not measured.
 
-    >>> in_words({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
+    >>> metrics_text({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
     'loss 0.25'
     """
     from covary.problem import ENGINE_COLUMNS
 
-    hidden = {*ENGINE_COLUMNS, "running"} - {"loss"}
-    shown = {name: value for name, value in values.items() if name not in hidden and not math.isnan(value)}
+    not_shown = {*ENGINE_COLUMNS, "running"} - {"loss"}
+    shown = {name: value for name, value in values.items() if name not in not_shown and not math.isnan(value)}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 
-def best(values: dict[str, float]) -> str:
-    """The best so far of several runs in a few words: the loss only where there is nothing else.
+def best_text(values: dict[str, float]) -> str:
+    """The best metrics so far of several runs as text; the loss only if there is no other metric.
 
-    >>> best({"running": 4.0, "loss": 0.25, "accuracy": 0.9})
+    >>> best_text({"running": 4.0, "loss": 0.25, "accuracy": 0.9})
     'best accuracy 0.9  4 runs'
     """
     own = {name: value for name, value in values.items() if name not in ("loss", "running")}
-    seen = in_words(own or values)
+    seen = metrics_text(own or values)
     return f"{f'best {seen}  ' if seen else ''}{values['running']:g} runs"
 
 
 def open_in_browser(page: Path | str) -> None:
-    """Open a page, where somebody sits in front of a screen."""
+    """Open a page in a browser, if the command runs in a terminal on a machine with a screen."""
     screen = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if screen and sys.stderr.isatty():
         webbrowser.open(page if isinstance(page, str) else page.resolve().as_uri())

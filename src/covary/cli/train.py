@@ -1,4 +1,4 @@
-"""`covary run` and `covary sweep`: one algorithm on a data set or a user's own table, once or over a grid."""
+"""`covary run` and `covary sweep`: one algorithm on a data set or a CSV file, once or over a grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covary import trackers
 from covary.checks import whole
 from covary.cli import common, problems
 from covary.cli.common import factory_of
-from covary.cli.terminal import Bar, Lines, Terminal, best, in_words
+from covary.cli.terminal import Bar, Lines, Terminal, best_text, metrics_text
 from covary.errors import CovaryError, refused
 from covary.runs.folder import RunFolder
 
@@ -29,8 +29,8 @@ def run(
     algorithm: common.Name = "scaffold",
     eta_l: Annotated[float, typer.Option(help="Local step-size.")] = 0.3,
     eta_g: Annotated[float | None, typer.Option(help="Global step-size.")] = None,
-    mu: Annotated[float | None, typer.Option(help="Proximal strength (fedprox, dane).")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Regulariser (feddyn).")] = None,
+    mu: Annotated[float | None, typer.Option(help="Strength of the proximal term (fedprox, dane).")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Strength of the regulariser (feddyn).")] = None,
     eta: Annotated[float | None, typer.Option(help="Weight of the global gradient (dane).")] = None,
     option: Annotated[str | None, typer.Option(help="Control variate, I or II (scaffold).")] = None,
     rounds: common.Rounds = 100,
@@ -60,11 +60,11 @@ def run(
     as_json: common.Json = False,
     quiet: common.Quiet = False,
 ) -> None:
-    """Run one algorithm on handwritten digits, another data set or your own table, and show how it goes.
+    """Run one algorithm on handwritten digits, another data set or your own CSV file, and write a report.
 
-    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. A table is a CSV file with a column that
-    says whose row it is. Stopped by Ctrl-C or a crash, a run goes on where it
-    was: with Ctrl-C it says by which command.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. A CSV file needs a column that names
+    the client of each row. Ctrl-C saves the run and prints the command that resumes it. After a crash, the same
+    command with --checkpoint DIR resumes it.
 
     Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
 
@@ -90,16 +90,16 @@ def run(
             def log(number: int, values: dict[str, float]) -> None:
                 nonlocal begun
                 if not begun:
-                    folder.cut(number - 1)  # rounds after the checkpoint are done again
+                    folder.cut(number - 1)  # rounds after the checkpoint are repeated
                     begun = True
                 folder.append({"round": number, **values})
-                progress.update(number, f"{algorithm}  {in_words(values)}")
+                progress.update(number, f"{algorithm}  {metrics_text(values)}")
                 if also is not None:
                     also(number, values)
 
             options |= {"log": log, "checkpoint": folder.checkpoint}
             result = simulate(chosen, problem, seed=seed, **options)
-            folder.rewrite(_records(result.history))  # a line that a power failure took is there again
+            folder.rewrite(_records(result.history))  # restores lines that a power failure cut off
         seconds = time.perf_counter() - started
         last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v) and name != "round"}
         last |= {name: int(result.history[name].sum()) for name in ("bytes_up", "bytes_down") if name in last}
@@ -120,8 +120,8 @@ def sweep(
     context: typer.Context,
     algorithm: common.Name = "scaffold",
     eta_l: Annotated[str, typer.Option(help="Local step-sizes, separated by commas.")] = "0.03,0.1,0.3,1,3",
-    eta_g: Annotated[str | None, typer.Option(help="Global step-sizes, likewise.")] = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    eta_g: Annotated[str | None, typer.Option(help="Global step-sizes, separated by commas.")] = None,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
     rounds: common.Rounds = 100,
     dataset: problems.Data = "digits",
     root: problems.Root = None,
@@ -139,7 +139,9 @@ def sweep(
     warm_start: common.WarmStart = False,
     weights: common.Weights = "uniform",
     target: common.Target = None,
-    race: Annotated[bool, typer.Option("--race", help="Stop when the best is certain (needs --target).")] = False,
+    race: Annotated[
+        bool, typer.Option("--race", help="Stop as soon as the best point is certain (needs --target).")
+    ] = False,
     out: common.Out = Path("runs"),
     checkpoint: common.Checkpoint = None,
     checkpoint_every: common.Every = 100,
@@ -148,10 +150,10 @@ def sweep(
     as_json: common.Json = False,
     quiet: common.Quiet = False,
 ) -> None:
-    """Try every combination of step-sizes and seeds on a data set, as one compiled program.
+    """Run every combination of step-sizes and seeds on a data set, as one compiled program.
 
-    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. Stopped by Ctrl-C or a crash, it
-    goes on where it was: with Ctrl-C it says by which command.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. Ctrl-C saves the sweep and prints the
+    command that resumes it. After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
     """
@@ -176,7 +178,7 @@ def sweep(
             progress.update(what="compiling")
 
             def log(number: int, values: dict[str, float]) -> None:
-                progress.update(number, f"{algorithm}  {best(values)}")
+                progress.update(number, f"{algorithm}  {best_text(values)}")
 
             options |= {"log": log, "checkpoint": folder.checkpoint, "measure_loss": True}
             tried = swept(factory, problem, grid, list(range(seeds)), **options)
@@ -194,36 +196,36 @@ def sweep(
 
 
 def _with_curves(tried: Sweep) -> Iterator[dict[str, Any]]:
-    """The rows of a sweep, each with every round of its run."""
+    """The rows of a sweep, each with the curves of its run."""
     for at, row in zip(np.ndindex(len(tried.points), len(tried.seeds)), tried.table, strict=True):
         yield {**row, "curves": {name: curve[at][: row["rounds"]] for name, curve in tried.curves.items()}}
 
 
 def _tracker(name: str | None) -> Callable[..., Any]:
-    """What opens a tracker once there is a folder; a name that is not known is refused here, before any work."""
+    """A function that opens the tracker once the run folder exists. An unknown name is an error at once."""
     if name is None:
         return lambda *_: contextlib.nullcontext()
     if name not in ("tensorboard", "mlflow", "wandb"):
         raise refused("--track", "tensorboard, mlflow or wandb", name, "Leave it out to log to the run folder alone.")
 
-    def made(folder: RunFolder, progress: Bar | Lines, algorithm: str, context: typer.Context) -> Any:
+    def opened(folder: RunFolder, progress: Bar | Lines, algorithm: str, context: typer.Context) -> Any:
         progress.update(what=f"opening {name}")
         if name == "tensorboard":
             return trackers.tensorboard(folder.path / "tensorboard")
         return getattr(trackers, name)(params={**common.settings_of(context), "algorithm": algorithm})
 
-    return made
+    return opened
 
 
 def _records(history: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
-    """A history as the lines that were written while it grew."""
+    """A history as the lines that were written during the run."""
     names = [name for name, column in history.items() if column.ndim == 1 and name != "round"]
     for at, number in enumerate(history["round"]):
         yield {"round": int(number), **{name: float(history[name][at]) for name in names}}
 
 
 def _build(name: str, given: dict[str, Any]) -> Any:
-    """The algorithm with the options that were given; one that it does not have is refused."""
+    """The algorithm with the given options; an option that it does not have is an error."""
     factory = factory_of(name)
     parameters = inspect.signature(factory).parameters
     given = {key: value for key, value in given.items() if value is not None}

@@ -48,8 +48,8 @@ def emnist(root: str | Path, split: str = "byclass", paper_white: bool = False) 
     Args:
         root: the folder with the official `emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz`.
         split: "byclass" (62 classes), "bymerge", "balanced" (47), "letters" (26, numbered from 0), "digits" or "mnist".
-        paper_white: False: ink is 255 on a paper of 0, as in the files. True: the other way round, as the federated
-            EMNIST of TensorFlow Federated has it, which conditions a linear model much worse.
+        paper_white: False: ink is 255 and paper is 0, as in the files. True: inverted, as in the federated EMNIST of
+            TensorFlow Federated. A linear model is then much worse conditioned.
 
     >>> import covary as cv
     >>> cv.datasets.emnist("/no/such/folder", "mnist")
@@ -65,7 +65,7 @@ def emnist(root: str | Path, split: str = "byclass", paper_white: bool = False) 
 def emnist_cut(root: str | Path, paper_white: bool = False) -> tuple[Labelled, Labelled]:
     """EMNIST's official ByClass test file cut in two: 97,523 examples to train and 18,800 to test, 62 classes.
 
-    For where the 173 MB training file is not at hand. What is measured on this cut is not "official-split accuracy".
+    Use it without the 173 MB training file. An accuracy on this cut is not an accuracy on the official split.
 
     >>> import covary as cv
     >>> cv.datasets.emnist_cut("/no/such/folder")
@@ -129,14 +129,14 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     try:
         x, y, site = _arrays(path, "X", "y", "site")
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise CovaryError(f"{path} is damaged or another file ({error}). {fix}") from None
+        raise CovaryError(f"{path} cannot be read ({error}). {fix}") from None
     if x.ndim != 2 or x.dtype.kind != "f" or y.shape != site.shape or len(x) != len(y) or len(y) == 0:
         raise CovaryError(f"{path} has X of {x.dtype} {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
     rng = np.random.default_rng(0)
     shuffled = rng.permutation(len(y))
     test = np.concatenate([rows[: len(rows) // 5] for s in np.unique(site) for rows in [shuffled[site[shuffled] == s]]])
     train = np.setdiff1d(np.arange(len(y)), test)
-    absent = np.isnan(x[train]).all(axis=0)  # a feature nobody has tells nothing: 0
+    absent = np.isnan(x[train]).all(axis=0)  # a feature without any training value becomes 0
     median = np.where(absent, 0, np.nanmedian(np.where(absent, 0, x[train]), axis=0))
     x = np.where(np.isnan(x), median, x).astype(np.float32)
     mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
@@ -146,7 +146,7 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """Some arrays of an `.npz` file, none of which unpacks to more than `LARGEST_ARRAY` bytes."""
+    """Arrays of an `.npz` file. An array that unpacks to more than `LARGEST_ARRAY` bytes is an error."""
 
     def read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         with archive.open(f"{name}.npy") as file:
@@ -172,7 +172,7 @@ def official_emnist() -> dict[str, Official]:
 def _emnist_part(root: str | Path, split: str, part: str, paper_white: bool) -> Labelled:
     if not isinstance(split, str) or split not in EMNIST_CLASSES:
         raise refused(
-            "split", f"one of {', '.join(EMNIST_CLASSES)}", repr(split), "The paper's has 62 classes: byclass."
+            "split", f"one of {', '.join(EMNIST_CLASSES)}", repr(split), "The paper uses byclass, with 62 classes."
         )
     flag("paper_white", paper_white)
     stem = checked_path("root", root) / f"emnist-{split}-{part}"

@@ -1,4 +1,4 @@
-"""Clients of unequal size in one flat store."""
+"""The examples of all clients in one flat array per field."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PASS = 16_384  # examples read at a time in a pass over everything
 
 
 class FederatedData:
-    """The examples of all clients, one after the other, and how many each client has.
+    """The examples of all clients, client after client, and the number of examples of each.
 
     Args:
-        examples: arrays with one row an example, in any nesting (a tuple `(x, y)`, a dict, ...). A batch of them, with
-            the same nesting, is what a model's `loss` receives.
-        sizes: the number of examples of each client; client 0 owns the first `sizes[0]` rows, and so on.
+        examples: arrays with one row per example, in any nesting (a tuple `(x, y)`, a dict, ...). A model's `loss`
+            receives batches with the same nesting.
+        sizes: the number of examples of each client; client 0 has the first `sizes[0]` rows, and so on.
 
     >>> import numpy as np, covary as cv
     >>> data = cv.FederatedData((np.eye(5), np.arange(5)), sizes=[2, 3])
@@ -36,73 +36,78 @@ class FederatedData:
     array([2, 3, 4])
     """
 
-    streamed = False  # True where the data is read from a folder, a cohort at a time
+    streamed = False  # True if the data is read from a folder, one cohort at a time
 
     def __init__(self, examples: Any, sizes: Sequence[int] | np.ndarray):
         self.examples: Any = jax.tree.map(np.asarray, examples)
         try:
             self.sizes: np.ndarray = np.asarray(sizes)
         except ValueError:
-            raise refused("sizes", "a list of whole numbers, one a client", sizes, "Count the examples.") from None
+            raise refused("sizes", "a list of whole numbers, one per client", sizes, "Count the examples.") from None
         leaves = jax.tree_util.tree_leaves_with_path(self.examples)
         if not leaves or any(a.ndim == 0 for _, a in leaves):
             raise refused(
-                "examples", "arrays with one row an example", _shapes(leaves), "Pass NumPy arrays, (x, y), say."
+                "examples", "arrays with one row per example", _shapes(leaves), "Pass NumPy arrays such as (x, y)."
             )
         if len({len(a) for _, a in leaves}) > 1:
-            raise refused("examples", "arrays of one length", _shapes(leaves), "Each row is one example.")
+            raise refused("examples", "arrays of equal length", _shapes(leaves), "Each row is one example.")
         if self.sizes.ndim != 1 or self.sizes.size == 0 or self.sizes.dtype.kind not in "iu":
-            raise refused("sizes", "a list of whole numbers, one a client", sizes, "Count each client's examples.")
+            raise refused("sizes", "a list of whole numbers, one per client", sizes, "Count each client's examples.")
         empty = np.flatnonzero(self.sizes < 1)
         if empty.size:
             raise CovaryError(
-                f"Client {empty[0]} has no examples (sizes[{empty[0]}] = {self.sizes[empty[0]]}). Every client needs "
-                "at least one: leave it out or give it data."
+                f"Client {empty[0]} has no examples (sizes[{empty[0]}] = {self.sizes[empty[0]]}). Give every client "
+                "at least one, or remove the client."
             )
         if self.sizes.sum() != self.n_examples:
             raise refused(
-                "sizes", f"numbers that add up to the {self.n_examples} examples", int(self.sizes.sum()), "Recount."
+                "sizes",
+                f"numbers with the sum {self.n_examples}, the number of examples",
+                int(self.sizes.sum()),
+                "Count each client's examples.",
             )
         for path, array in leaves:
             self._refuse_non_finite(jax.tree_util.keystr(path), array)
 
     @classmethod
     def from_clients(cls, clients: Sequence[Any]) -> FederatedData:
-        """Gather one batch per client into one store.
+        """A data set from one batch per client.
 
         >>> import numpy as np, covary as cv
         >>> cv.FederatedData.from_clients([(np.zeros((3, 2)), np.zeros(3)), (np.ones((1, 2)), np.ones(1))])
         FederatedData(2 clients, 4 examples, 1 to 3 each)
         """
         if not isinstance(clients, Sequence) or len(clients) == 0:
-            raise refused("clients", "a list of at least one batch", type(clients).__name__, "Pass one (x, y) each.")
+            raise refused(
+                "clients", "a list of at least one batch", type(clients).__name__, "Pass one (x, y) per client."
+            )
         batches = [jax.tree.map(np.asarray, batch, is_leaf=lambda node: isinstance(node, list)) for batch in clients]
         sizes = []
         for i, batch in enumerate(batches):
             leaves = jax.tree.leaves(batch)
             if jax.tree.structure(batch) != jax.tree.structure(batches[0]) or not leaves:
                 raise refused(
-                    f"clients[{i}]", "of the form of clients[0]", jax.tree.structure(batch), "Pass (x, y) each."
+                    f"clients[{i}]", "nested like clients[0]", jax.tree.structure(batch), "Pass one (x, y) per client."
                 )
             if any(leaf.ndim == 0 for leaf in leaves) or len({len(leaf) for leaf in leaves}) != 1:
                 shapes = ", ".join(str(leaf.shape) for leaf in leaves)
-                raise refused(f"clients[{i}]", "arrays of one length", f"shapes {shapes}", "Each row is one example.")
+                raise refused(f"clients[{i}]", "arrays of equal length", f"shapes {shapes}", "Each row is one example.")
             for leaf, first in zip(leaves, jax.tree.leaves(batches[0]), strict=True):
                 if leaf.shape[1:] != first.shape[1:]:
                     allowed = f"of shape (rows, {', '.join(map(str, first.shape[1:]))})"
                     raise refused(
-                        f"clients[{i}]", allowed, f"shape {leaf.shape}", "All clients have the same features."
+                        f"clients[{i}]", allowed, f"shape {leaf.shape}", "Give all clients the same features."
                     )
             sizes.append(len(leaves[0]))
         return cls(jax.tree.map(lambda *parts: np.concatenate(parts), *batches), sizes)
 
     @staticmethod
     def write(folder: str | Path, clients: Iterable[Any]) -> None:
-        """Write a federated data set to a new folder, one client after the other: it need not fit into memory.
+        """Write a federated data set to a new folder, client by client. It need not fit into memory.
 
         Args:
-            folder: where to; it must not exist.
-            clients: each client's examples, in the order of the clients. A generator may make them one by one.
+            folder: the new folder; it must not exist.
+            clients: the examples of each client, in order: a list or a generator.
 
         >>> import numpy as np, tempfile, covary as cv
         >>> folder = tempfile.mkdtemp() + "/visits"
@@ -123,12 +128,12 @@ class FederatedData:
 
     @staticmethod
     def open(folder: str | Path, stream: bool | None = None) -> FederatedData:
-        """A data set that `write` wrote.
+        """Open a data set that `write` wrote.
 
         Args:
-            folder: where it is.
-            stream: True to read each round's cohort when it is needed, False to load everything onto the device; by
-                default data is streamed when it is larger than a quarter of the memory.
+            folder: the folder.
+            stream: True reads each round's cohort when it is needed, False loads everything onto the device. By
+                default a data set larger than a quarter of the memory is streamed.
         """
         if stream is not None and not isinstance(stream, bool):
             raise refused("stream", "True, False or None", repr(stream), "None decides by the size.")
@@ -147,7 +152,7 @@ class FederatedData:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """The row where each client's examples begin."""
+        """The first row of each client."""
         return np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
 
     def client(self, i: int) -> Any:
@@ -158,7 +163,7 @@ class FederatedData:
         return jax.tree.map(lambda a: a[rows], self.examples)
 
     def label_counts(self) -> np.ndarray:
-        """How many examples of each label each client has, for examples `(x, y)` with whole-number labels.
+        """The number of examples per client and label, for examples `(x, y)` with whole-number labels.
 
         >>> import numpy as np, covary as cv
         >>> cv.FederatedData((np.zeros(5), np.array([0, 0, 2, 2, 1])), sizes=[2, 3]).label_counts()
@@ -167,17 +172,17 @@ class FederatedData:
         """
         if not isinstance(self.examples, tuple) or len(self.examples) != 2 or self.examples[1].dtype.kind not in "biu":
             raise refused(
-                "examples", "pairs (x, y) with whole-number labels", type(self.examples).__name__, "See data."
+                "examples", "a pair (x, y) with whole-number labels", type(self.examples).__name__, "Pass (x, y)."
             )
         labels = self.examples[1].astype(int)
         if labels.ndim != 1 or labels.min() < 0:
-            raise refused("labels", "one whole number of 0 or more a row", f"shape {labels.shape}", "Renumber them.")
+            raise refused("labels", "one whole number of 0 or more per row", f"shape {labels.shape}", "Renumber them.")
         parts = np.split(labels, self.offsets[1:])
         return np.stack([np.bincount(part, minlength=int(labels.max()) + 1) for part in parts])
 
     @cached_property
     def on_device(self) -> Any:
-        """The examples as JAX arrays, sent to the device once; refused if a value does not fit JAX's number types."""
+        """The examples as JAX arrays, sent to the device once. A value that does not fit JAX's types is an error."""
 
         def send(path: Any, array: np.ndarray) -> jax.Array:
             sent = jnp.asarray(array)
@@ -247,5 +252,5 @@ class StreamedData(FederatedData):
 
 
 def _shapes(leaves: Sequence[tuple[Any, np.ndarray]]) -> str:
-    told = ", ".join(f"examples{jax.tree_util.keystr(path)} of shape {a.shape}" for path, a in leaves[:4])
-    return (told + (", ..." if len(leaves) > 4 else "")) or "nothing"
+    shapes = ", ".join(f"examples{jax.tree_util.keystr(path)} of shape {a.shape}" for path, a in leaves[:4])
+    return (shapes + (", ..." if len(leaves) > 4 else "")) or "nothing"

@@ -1,4 +1,4 @@
-"""A federated data set in a folder: one `.npy` file for each array of the examples, and the clients' sizes."""
+"""A federated data set in a folder: one `.npy` file per array of the examples, and the clients' sizes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import jax
 import numpy as np
 
 from covary.errors import CovaryError, refused
-from covary.runs import machine
 from covary.runs.files import content_of
+from covary.runs.machine import host_memory
 
 FORMAT = 1
-_HEADER = 128  # bytes in front of an array; NumPy's own header fits for every shape that can be here
+_HEADER = 128  # bytes before an array: enough for NumPy's header of every allowed shape
 
 
 def write_folder(folder: Path, clients: Iterable[Any]) -> None:
-    """All or nothing: the folder appears under its name when it is whole."""
+    """Write the folder completely or not at all: it gets its name when it is complete."""
     if folder.exists():
-        raise refused("folder", "one that does not exist yet", str(folder), "Choose another name, or remove it.")
+        raise refused("folder", "a new folder", str(folder), "Choose another name, or remove the folder.")
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     draft.mkdir(parents=True)
     try:
@@ -52,22 +52,20 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
             if form != jax.tree.structure(first) or alike != [(a.shape[1:], a.dtype) for a in jax.tree.leaves(first)]:
                 came = ", ".join(f"shape {leaf.shape}, dtype {leaf.dtype}" for leaf in leaves)
                 allowed = ", ".join(f"(rows, {str(a.shape[1:])[1:-1]}), {a.dtype}" for a in jax.tree.leaves(first))
-                raise refused(
-                    f"clients[{i}]", f"of the form of client 0: {allowed}", came, "Give all the same features."
-                )
+                raise refused(f"clients[{i}]", f"like client 0: {allowed}", came, "Give all clients the same features.")
             whole = len({len(leaf) for leaf in leaves}) == 1 and len(leaves[0]) > 0
             if not whole or any(leaf.dtype.kind == "f" and not np.isfinite(leaf).all() for leaf in leaves):
                 raise refused(
                     f"clients[{i}]",
-                    "at least one example, arrays of one length and finite values",
+                    "at least one example, in arrays of equal length with finite values",
                     ", ".join(f"shape {leaf.shape}" for leaf in leaves) + (", NaN or infinity" if whole else ""),
-                    "Leave the client out, or drop or impute such values.",
+                    "Leave out the client, or drop or impute such values.",
                 )
             for file, leaf in zip(files, leaves, strict=True):
                 file.write(np.ascontiguousarray(leaf).data)
             sizes.append(len(leaves[0]))
         if first is None:
-            raise refused("clients", "at least one client", "none", "Yield one batch of examples for each.")
+            raise refused("clients", "at least one client", "none", "Yield one batch of examples per client.")
         for file, leaf in zip(files, jax.tree.leaves(first), strict=True):
             shape = (sum(sizes), *leaf.shape[1:])
             text = repr({"descr": leaf.dtype.str, "fortran_order": False, "shape": shape}).encode()
@@ -86,15 +84,17 @@ def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
     try:
         about = json.loads(content_of(folder / "data.json", 2**20))
         if about["format"] != FORMAT:
-            raise refused("folder", f"of format {FORMAT}", about["format"], "Write it again with this version.")
+            raise refused(
+                "folder", f"in format {FORMAT}", about["format"], "Write it again with this version of covary."
+            )
         sizes = _mapped(folder / "sizes.npy")
         examples = _rebuilt(about["form"], folder)
         leaves = jax.tree.leaves(examples)
-        if sizes.nbytes > machine.memory() / 16:
-            raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, more than is read")
+        if sizes.nbytes > host_memory() / 16:
+            raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, which is too large")
         sizes = np.array(sizes)
         if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) == 0 or sizes.min() < 1:
-            raise ValueError("sizes.npy has no list of positive numbers")
+            raise ValueError("sizes.npy is not a list of positive whole numbers")
         most = min(len(leaf) for leaf in leaves) if leaves else 0
         if sizes.max() > most or any(len(leaf) != sizes.sum() for leaf in leaves) or not leaves:
             raise ValueError(f"sizes.npy counts {sizes.sum()} examples, the arrays have {[len(a) for a in leaves]}")
@@ -102,7 +102,7 @@ def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
         if isinstance(error, CovaryError):
             raise
         raise CovaryError(
-            f"{folder} is no data set of covary's: {error}. Write one with covary.FederatedData.write(folder, clients)."
+            f"{folder} is not a covary data set: {error}. Write one with covary.FederatedData.write(folder, clients)."
         ) from None
     return examples, sizes
 
@@ -122,7 +122,7 @@ def _described(tree: Any) -> Any:
 
 
 def _numbered(form: Any, number: Iterator[int]) -> Any:
-    """The same with the number of its file for each array."""
+    """The same nesting with the number of its file for each array."""
     if form is None:
         return next(number)
     ((kind, inner),) = form.items()
@@ -132,7 +132,7 @@ def _numbered(form: Any, number: Iterator[int]) -> Any:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """The array of a file, which is not read before it is looked at: no more than the file has can be declared."""
+    """The array of a file as a memory map, which fails if the file is shorter than its header declares."""
     if not path.is_file():
         raise ValueError(f"{path.name} is not a file")
     return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -142,7 +142,7 @@ def _rebuilt(form: Any, folder: Path) -> Any:
     if isinstance(form, int):
         array = _mapped(folder / f"{form}.npy")
         if array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
-            raise ValueError(f"{form}.npy has no rows of numbers")
+            raise ValueError(f"{form}.npy is not an array of numbers with rows")
         return array
     ((kind, inner),) = form.items()
     if kind == "dict":

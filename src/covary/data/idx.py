@@ -1,4 +1,4 @@
-"""Reading IDX files (the format of MNIST and its kin), gzipped, without trusting them."""
+"""Reading gzipped IDX files (the format of MNIST and EMNIST) that may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 from covary.errors import CovaryError
 
 MAGIC = {"images": 0x00000803, "labels": 0x00000801}  # unsigned bytes in three dimensions or in one
-LARGEST = 2**31  # bytes an unpacked file may have; EMNIST's largest has 547 million
+LARGEST = 2**31  # bytes of an unpacked file; EMNIST's largest has 547 million
 
 
 class Official(NamedTuple):
-    """What is known of an official file."""
+    """The checksum and size of an official file."""
 
     sha256: str
     size: int
@@ -29,7 +29,7 @@ class Official(NamedTuple):
 def read_idx(path: Path, kind: str, fix: str, official: Mapping[str, Official] | None = None) -> np.ndarray:
     """The array in a gzipped IDX file of `kind` "images" or "labels", checked against the official list if given.
 
-    An unpacked file is never larger than its own header says, nor than `LARGEST`.
+    A file that unpacks to more than its header declares, or to more than `LARGEST` bytes, is an error.
     """
     if not path.is_file():
         raise CovaryError(f"{path} is missing. {fix}")
@@ -39,15 +39,13 @@ def read_idx(path: Path, kind: str, fix: str, official: Mapping[str, Official] |
         with gzip.open(path) as file:
             magic, count = struct.unpack(">II", _exactly(file, 8))
             if magic != MAGIC[kind]:
-                raise CovaryError(f"{path} is not a file of {kind}: {_told(magic, kind)}. {fix}")
+                raise CovaryError(f"{path} is not a file of {kind}: {_found(magic, kind)}. {fix}")
             shape = (count,) if kind == "labels" else (count, *struct.unpack(">II", _exactly(file, 8)))
             if math.prod(shape) > LARGEST:
-                raise CovaryError(
-                    f"{path} declares {math.prod(shape):,} bytes, more than any data set read here. {fix}"
-                )
+                raise CovaryError(f"{path} declares {math.prod(shape):,} bytes; at most {LARGEST:,} are allowed. {fix}")
             data = _exactly(file, math.prod(shape))
             if file.read(1):
-                raise CovaryError(f"{path} is longer than its header says ({shape}). {fix}")
+                raise CovaryError(f"{path} is longer than its header declares ({shape}). {fix}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise CovaryError(f"{path} is cut short or not a gzip file ({error}). {fix}") from None
     return np.frombuffer(data, np.uint8).reshape(shape)
@@ -60,7 +58,7 @@ def read_pair(
     x, y = read_idx(images, "images", fix, official), read_idx(labels, "labels", fix, official)
     if len(x) != len(y):
         raise CovaryError(
-            f"{images} has {len(x)} images but {labels} has {len(y)} labels: they do not belong together. {fix}"
+            f"{images} has {len(x)} images but {labels} has {len(y)} labels. The files do not match. {fix}"
         )
     return x, y
 
@@ -79,9 +77,9 @@ def _check_official(path: Path, fix: str, official: Mapping[str, Official]) -> N
     if other is not None:
         reason = f"it is the official {other} under another name"
     elif size != expected.size:
-        reason = f"it has {size:,} bytes, the official file {expected.size:,}"
+        reason = f"it has {size:,} bytes, the official file has {expected.size:,}"
     else:
-        reason = f"its sha256 is {digest}, the official one {expected.sha256}"
+        reason = f"its sha256 is {digest}, the official one is {expected.sha256}"
     raise CovaryError(f"{path} is not the official file: {reason}. {fix}")
 
 
@@ -92,10 +90,10 @@ def _exactly(file: gzip.GzipFile, count: int) -> bytes:
     return data
 
 
-def _told(magic: int, kind: str) -> str:
+def _found(magic: int, kind: str) -> str:
     other = next((name for name, number in MAGIC.items() if number == magic), None)
     return (
-        f"it holds {other}, were the files swapped?"
+        f"it holds {other}; the files may be swapped"
         if other
         else f"it starts with {magic:#010x}, not {MAGIC[kind]:#010x}"
     )

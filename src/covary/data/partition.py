@@ -1,4 +1,4 @@
-"""Ways to divide one data set among clients."""
+"""Partitions: ways to divide one data set among clients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from covary.errors import refused
 
 
 def by_similarity(x: Any, y: Any, n_clients: int, similarity: float, seed: int = 0) -> FederatedData:
-    """The paper's s% similarity: each client gets s% i.i.d. data and the rest by sorting according to label.
+    """The paper's s% similarity: s% of each client's data is i.i.d., the rest is sorted by label.
 
-    Client sizes differ by at most one; no example is lost or given twice.
+    Client sizes differ by at most one. Every example goes to exactly one client.
 
     Args:
         x, y: the examples and their labels.
-        n_clients: how many clients to divide them among.
+        n_clients: the number of clients.
         similarity: the i.i.d. share, from 0 (sorted by label) to 1 (i.i.d.).
-        seed: decides which examples are dealt at random.
+        seed: the random seed.
 
     >>> import numpy as np, covary as cv
     >>> data = cv.partition.by_similarity(np.zeros((6, 1)), np.array([2, 0, 1, 2, 1, 0]), n_clients=3, similarity=0.0)
@@ -35,7 +35,7 @@ def by_similarity(x: Any, y: Any, n_clients: int, similarity: float, seed: int =
 
     n = len(y)
     shuffled = np.random.default_rng(seed).permutation(n)
-    ends = np.arange(n_clients + 1) * n // n_clients  # where client i's data would end in one long row
+    ends = np.arange(n_clients + 1) * n // n_clients  # where client i's data ends in the order of clients
     iid_ends = np.round(similarity * ends).astype(int)
     iid, rest = shuffled[: iid_ends[-1]], shuffled[iid_ends[-1] :]
     rest = rest[np.argsort(y[rest], kind="stable")]
@@ -51,7 +51,7 @@ def by_similarity(x: Any, y: Any, n_clients: int, similarity: float, seed: int =
 
 
 def iid(x: Any, y: Any, n_clients: int, seed: int = 0) -> FederatedData:
-    """Deal the examples at random: all clients alike. Sizes differ by at most one.
+    """A random partition: all clients have the same distribution. Sizes differ by at most one.
 
     >>> import numpy as np, covary as cv
     >>> cv.partition.iid(np.zeros((7, 2)), np.zeros(7, int), n_clients=2)
@@ -63,14 +63,14 @@ def iid(x: Any, y: Any, n_clients: int, seed: int = 0) -> FederatedData:
 def dirichlet(x: Any, y: Any, n_clients: int, alpha: float, seed: int = 0) -> FederatedData:
     """Divide each label's examples among the clients in proportions drawn from a Dirichlet distribution.
 
-    Small `alpha`: each label lives on few clients, and sizes vary widely. Large `alpha`: all clients alike. A client
-    that would come out empty gets one example of the client that then has most.
+    With a small `alpha` each label is on few clients, and client sizes vary widely. With a large `alpha` all clients
+    are alike. A client that would be empty gets one example of the largest client.
 
     Args:
         x, y: the examples and their labels.
-        n_clients: how many clients to divide them among.
+        n_clients: the number of clients.
         alpha: the concentration, above 0.
-        seed: decides proportions and examples.
+        seed: the random seed.
 
     >>> import numpy as np, covary as cv
     >>> data = cv.partition.dirichlet(np.zeros((100, 2)), np.arange(100) % 5, n_clients=10, alpha=0.3)
@@ -82,7 +82,7 @@ def dirichlet(x: Any, y: Any, n_clients: int, alpha: float, seed: int = 0) -> Fe
     x, y = _pair(x, y, n_clients, seed)
     positive("alpha", alpha)
     if alpha > 1e6:
-        raise refused("alpha", "at most 1e6", alpha, "Clients are all alike there: use iid.")
+        raise refused("alpha", "at most 1e6", alpha, "Use partition.iid for clients that are all alike.")
     rng = np.random.default_rng(seed)
     owner = np.empty(len(y), int)
     for label in np.unique(y):
@@ -99,7 +99,7 @@ def dirichlet(x: Any, y: Any, n_clients: int, alpha: float, seed: int = 0) -> Fe
 
 
 def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
-    """Natural clients: one for each value of `groups` (a hospital, a writer), in ascending order of the values.
+    """Natural clients: one client per value of `groups` (a hospital, a writer), in ascending order of the values.
 
     >>> import numpy as np, covary as cv
     >>> data = cv.partition.by_group(np.arange(5), np.zeros(5, int), groups=["b", "a", "b", "c", "a"])
@@ -110,12 +110,12 @@ def by_group(x: Any, y: Any, groups: Any) -> FederatedData:
     groups = array("groups", groups)
     if groups.shape != y.shape[:1]:
         raise refused(
-            "groups", f"one value for each of the {len(y)} examples", f"shape {groups.shape}", "See by_group."
+            "groups", f"one value for each of the {len(y)} examples", f"shape {groups.shape}", "Pass a 1-D array."
         )
     try:
         _, owner, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     except TypeError as error:
-        raise refused("groups", "values that can be sorted", str(error), "Use all numbers or all texts.") from None
+        raise refused("groups", "values that can be sorted", str(error), "Use only numbers or only texts.") from None
     order = np.argsort(owner, kind="stable")
     return FederatedData((x[order], y[order]), sizes)
 
@@ -125,11 +125,11 @@ def _pair(x: Any, y: Any, n_clients: Any, seed: Any = 0) -> tuple[np.ndarray, np
     whole("seed", seed, 0, most=2**32 - 1)
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise refused(
-            "x and y", "of one length", f"shapes {x.shape} and {y.shape}", "Each row of x has its label in y."
+            "x and y", "of equal length", f"shapes {x.shape} and {y.shape}", "Each row of x needs one label in y."
         )
     if y.ndim != 1 or (y.dtype.kind == "f" and np.isnan(y).any()):
         raise refused(
-            "y", "one label a row, none of them NaN", f"shape {y.shape}, dtype {y.dtype}", "Use y.argmax(1), say."
+            "y", "one label per row, without NaN", f"shape {y.shape}, dtype {y.dtype}", "For one-hot y use y.argmax(1)."
         )
     if isinstance(n_clients, bool) or not isinstance(n_clients, int | np.integer) or not 1 <= n_clients <= len(y):
         raise refused("n_clients", f"between 1 and the {len(y)} examples", n_clients, "Every client needs an example.")

@@ -1,4 +1,4 @@
-"""Deployment on Flower: the same algorithms across machines, with control variates that survive every failure."""
+"""Deployment on Flower: the same algorithms across machines, with control variates that survive failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each is imported when it is asked for: a node starts a process for every message, and needs its own part only."""
+    """Import a name when it is asked for: a node starts a process for every message, and needs its own part only."""
     for room, names in ROOMS.items():
         if name in names:
             return getattr(importlib.import_module(f"covary.flower.{room}"), name)

@@ -1,4 +1,4 @@
-"""What a user writes: a Flower ServerApp around an algorithm and a model."""
+"""The server's app: a Flower ServerApp around an algorithm and a model."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def server_app(
         rounds: communication rounds, those of the warm start included.
         evaluate: `evaluate(x) -> dict of numbers`, measured by the server itself at the flat vector x.
         settings: `clients_per_round local_steps local_epochs batch_size seed warm_start weights eval_every` as in
-            `covary.simulate`; `target` as a text, "accuracy >= 0.9"; and `min_clients` (nodes to wait for before the
-            first round, 2), `min_replies` (a round with fewer is abandoned and tried again, 1), `round_timeout`
-            (seconds, 600), `patience` (seconds without progress until the server gives up, 600), `forget_after`
-            (rounds of absence after which a node counts as gone for good, never), `largest` (uploads with larger
-            numbers are refused, 1e6), `screen` (uploads with more than so many times the median norm are not counted,
-            5; None for no such bound), `checkpoint` (a folder), `resume` (go on from it, False).
+            `covary.simulate`; `target` as a text, "accuracy >= 0.9"; and, with their defaults, `min_clients` (nodes to
+            wait for before the first round, 2), `min_replies` (a round with fewer is abandoned and tried again, 1),
+            `round_timeout` (seconds, 600), `patience` (seconds without progress before the server gives up, 600),
+            `forget_after` (rounds of absence after which a node counts as gone for good, never), `largest` (uploads
+            with larger numbers are refused, 1e6), `screen` (uploads with more than so many times the median norm are
+            not counted, 5; None for no such bound), `checkpoint` (a folder), `resume` (continue from it, False).
 
     >>> import covary as cv
     >>> from covary.flower import server_app
@@ -68,6 +68,8 @@ def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
         return algorithm
     factory = getattr(covary, algorithm.recipe[0].__name__, None)
     if getattr(factory, "__wrapped__", None) is not algorithm.recipe[0]:
-        raise CovaryError(f"{', '.join(changed)} of an algorithm of your own cannot be set from the run configuration.")
+        raise CovaryError(
+            f"{', '.join(changed)} cannot be set from the run configuration: the algorithm is your own. Set it in code."
+        )
     assert factory is not None
     return factory(**{**algorithm.numbers, **changed}, **dict(algorithm.recipe[1]))

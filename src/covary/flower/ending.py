@@ -1,4 +1,4 @@
-"""How a deployed run ended: written by the server as it goes, and read by whoever wants to know."""
+"""How a deployed run ended: written by its server, and read by `covary status`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covary.errors import CovaryError
+from covary.flower.log import log
 from covary.runs.files import File, content_of, replace
 
 NAME = "outcome.json"
@@ -25,7 +26,7 @@ class Outcome:
     rounds_done: int
     rounds: int  # that were asked for
     why: str
-    when: str  # the state was written, in local time
+    when: str  # when the state was written, in local time
 
     @property
     def reached(self) -> bool:
@@ -47,9 +48,9 @@ def outcome(checkpoint: str | Path) -> Outcome:
     """
     folder = Path(checkpoint)
     try:
-        said = json.loads(content_of(folder / NAME, 2**16))
-        state, rounds = str(said["state"]), int(said["rounds"])
-        why, when = str(said["why"]), str(said["when"])
+        written = json.loads(content_of(folder / NAME, 2**16))
+        state, rounds = str(written["state"]), int(written["rounds"])
+        why, when = str(written["why"]), str(written["when"])
         if state not in ("running", "reached", "stopped"):
             raise ValueError(state)
     except (FileNotFoundError, NotADirectoryError):
@@ -59,7 +60,7 @@ def outcome(checkpoint: str | Path) -> Outcome:
     found = File(folder / "ledger").read()
     done = 0 if found is None else int(found[1]["round"])
     if state == "running" and not _is_held(folder):
-        return Outcome("killed", done, rounds, "Its server ended without a word. Start it with resume=true.", when)
+        return Outcome("killed", done, rounds, "The server was killed. Start it again with resume=true.", when)
     return Outcome(state, done, rounds, why, when)
 
 
@@ -67,16 +68,18 @@ def outcome(checkpoint: str | Path) -> Outcome:
 def ending(folder: Path, rounds: int) -> Iterator[Callable[[str, str], None]]:
     """Write down that a run is going on, and in the end what became of it: what the body says, or the error it raised.
 
-    An error carries the outcome as its last line, which is also the last line of Flower's log.
+    The error gets the outcome as a note, so that this is the last line of Flower's log too.
     """
     _write(folder, "running", rounds, "")
     try:
         yield lambda state, why: _write(folder, state, rounds, why)
     except BaseException as error:
         asked = isinstance(error, (KeyboardInterrupt, SystemExit))
-        _write(folder, "stopped", rounds, "It was asked to." if asked else str(error) or type(error).__name__)
-        done = outcome(folder)
-        error.add_note(f"covary: stopped: {done.rounds_done} of {rounds} rounds are done.")
+        why = "It was asked to stop." if asked else str(error) or type(error).__name__
+        _write(folder, "stopped", rounds, why)
+        note = f"covary: stopped: {outcome(folder).rounds_done} of {rounds} rounds are done."
+        log.error("%s %s", note, why)
+        error.add_note(note)
         raise
 
 

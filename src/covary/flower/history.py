@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from covary.flower.journal import Ledger
-from covary.flower.post import console
-from covary.flower.settings import Settings, goal
+from covary.flower.log import log
+from covary.flower.settings import Settings, target_of
 from covary.runs.folder import RunFolder
+from covary.targets import Target
 
-NESTED = ("uploads", "by_node")  # what was seen of single nodes
+NESTED = ("uploads", "by_node")  # records of single nodes
 NOT_MEASURED = (
     *("round", "epoch", "asked", "cohort", "left_out", "evaluated", "bytes_up", "bytes_down", "seconds"),
     *NESTED,
@@ -54,10 +55,10 @@ class Record:
     def __init__(self, folder: Path, ledger: Ledger, settings: Settings):
         self.folder, self.ledger, self.settings = RunFolder(folder), ledger, settings
         self.rows = self._rows_so_far()
-        self.missed = False  # it was said that the target is not measured
+        self.warned = False  # that the target is not measured
 
     def uploads(self, epoch: int) -> list[dict[str, Any]]:
-        """What was measured of the uploads of an epoch."""
+        """The records of the uploads of an epoch."""
         return [each for row in self.rows if row["epoch"] == epoch for each in row.get("uploads", ())]
 
     def not_counted(self) -> str:
@@ -68,8 +69,8 @@ class Record:
             for number in {i for record in row.get("uploads", ()) for i in record["left_out"]}:
                 rounds[number] = rounds.get(number, 0) + 1
         names = {member.number: name for name, member in self.ledger.members.items()}
-        told = [f"{names.get(i, i)} in {count} of {len(rows)} rounds" for i, count in sorted(rounds.items())]
-        return f"Left out for too large uploads: {', '.join(told)}." if told else ""
+        left_out = [f"{names.get(i, i)} in {count} of {len(rows)} rounds" for i, count in sorted(rounds.items())]
+        return f"Left out because their uploads were too large: {', '.join(left_out)}." if left_out else ""
 
     def finish(self, measure: Callable[[], dict[str, Any]]) -> bool:
         """Write down the round just done, measured if that is due, unless it is written. True at the target."""
@@ -83,31 +84,33 @@ class Record:
             self.folder.append(row, durable=True)
             self.rows.append(row)
             figures = "  ".join(f"{name} {row[name]:.4g}" for name in measured(row))
-            console.print(
+            log.info(
                 f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {figures}  "
                 f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
             )
         if s.target is None:
             return False
-        name, sign, value = goal(s.target)
-        if due and row.get(name) is None and not self.missed:
-            self.missed = True
-            found = ", ".join(set(measured(row)) - {"drift"}) or "nothing"
-            console.print(f"The target's {name} is not among what is measured: {found}.")
-        return self._met(row, name, sign, value)
+        target = target_of(s.target)
+        name = target.metric
+        if due and row.get(name) is None and not self.warned:
+            self.warned = True
+            found = ", ".join(sorted(set(measured(row)) - {"drift"})) or "nothing"
+            log.warning("The target is for %s, which is not measured. The nodes measure %s.", name, found)
+        return self._met(row, target)
 
-    def _met(self, row: dict[str, Any], name: str, sign: float, value: float) -> bool:
+    def _met(self, row: dict[str, Any], target: Target) -> bool:
         """Whether the mean meets the target, and what more than half of the nodes measured themselves does too."""
-        if row.get(name) is None or not sign * (row[name] - value) >= 0:
+        name = target.metric
+        if row.get(name) is None or not target.met(row[name]):
             return False
         reports = row.get("by_node", {}).get(name)
         if reports is None:  # measured by the server
             return True
-        agree = sum(sign * (report - value) >= 0 for _, report in reports)
+        agree = sum(target.met(report) for _, report in reports)
         if 2 * agree > row["evaluated"]:
             return True
-        told = f"{agree} of the {row['evaluated']} nodes"
-        console.print(f"The mean {name} meets the target, but {told} measured it: more than half have to.")
+        nodes = f"{agree} of the {row['evaluated']} nodes"
+        log.warning(f"The mean {name} meets the target, but {nodes} measured it: more than half of them must.")
         return False
 
     def _rows_so_far(self) -> list[dict[str, Any]]:
@@ -116,7 +119,7 @@ class Record:
         self.folder.drop_torn_line()
         rows = self.folder.read() if self.folder.results.stat().st_size else []
         kept = [row for row in rows if row["round"] <= self.ledger.round]
-        if len(kept) < len(rows):  # of a run that an older checkpoint knows nothing of
+        if len(kept) < len(rows):  # an older checkpoint was resumed
             self.folder.results.unlink()
             for row in kept:
                 self.folder.append(row, durable=True)

@@ -3,10 +3,10 @@
 Presumed abort. A client's new state is *pending*, on its disk, before its upload is sent. The server counts the
 upload, writes that down together with the new x and c, and tells the client so in its next order, by the token of the
 upload. Only then does the pending state become the client's own; an order that names the token before it makes the
-client drop it. So a client's state and the server's c always speak of the same uploads, whoever died when.
+client drop it. So a client's state and the server's c always contain the same uploads, whatever died and when.
 
-The client that can follow neither has lost its state. The sum over its c_i cannot be repaired then, and a new *epoch*
-begins: the server's c and every client's c_i start again from zero.
+A client that can do neither has lost its state. The mean of the c_i cannot be repaired then, and a new *epoch* begins:
+the server's c and every client's c_i start again from zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covary.runs.files import Content
 Arrays = dict[str, np.ndarray]
 FORMAT = 1
 BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0, "owner": ""}
-PASSING = "node-"  # how a name begins that does not outlive a restart, as without a registered key
+TEMPORARY = "node-"  # how the names of nodes without a registered key begin: a restart changes them
 
 
 class Disk(Protocol):
@@ -53,7 +53,7 @@ class ClientJournal:
     def __init__(self, disk: Disk):
         self.disk = disk
         arrays, facts = disk.read() or ({}, BLANK)
-        readable(facts)
+        check_format(facts)
         self.seq, self.epoch = facts["seq"], facts["epoch"]
         self.token, self.pending_token = facts["committed"], facts["pending"]
         self.owner: str = facts.get("owner", "")  # whose state this is
@@ -63,7 +63,7 @@ class ClientJournal:
 
     def begin(self, order: Order, start: Callable[[], Arrays]) -> Arrays:
         """The state to work from, settled by what the server has counted. Nothing is written yet."""
-        if self.owner and order.member != self.owner and not order.member.startswith(PASSING):
+        if self.owner and order.member != self.owner and not order.member.startswith(TEMPORARY):
             raise SharedState(f"this folder holds the state of {self.owner}, and the order is for {order.member}")
         if order.seq <= self.seq:
             raise Stale(f"order {order.seq} came after {self.seq}")
@@ -77,7 +77,7 @@ class ClientJournal:
             committed, token = pending, pending_token
         elif order.counted != token:
             wanted, found = order.counted or "(none)", token or "(none)"
-            raise StateLost(f"the server counts on upload {wanted}, this disk has {found}", self.epoch)
+            raise StateLost(f"the server has counted upload {wanted}, and this disk has {found}", self.epoch)
         self.committed, self.token, self.epoch = committed, token, order.epoch
         return committed
 
@@ -101,13 +101,13 @@ class ClientJournal:
         self.seq, self.pending, self.pending_token, self.owner = order.seq, pending, order.token, order.member
 
     def state(self, epoch: int, counted: str) -> Arrays | None:
-        """The state that the server counts on, for an audit; None if this client has none in this epoch."""
+        """The state that the server has counted, for an audit; None if there is none in this epoch."""
         if epoch == self.epoch and counted and counted == self.pending_token:
             return self.pending
         if epoch == self.epoch and counted == self.token:
             return self.committed
         if counted:
-            raise StateLost(f"the server counts on upload {counted}, which is not on this disk")
+            raise StateLost(f"the server has counted upload {counted}, which is not on this disk")
         return None
 
 
@@ -118,14 +118,14 @@ class Member(NamedTuple):
     size: int  # examples, when it joined
     steps: int  # K_i
     counted: str = ""
-    absent: int = 0  # rounds in a row in which it was not there
+    absent: int = 0  # rounds in a row in which it was not online
 
 
 class Ledger:
     """The server's state on its disk: x, c, the members, and which uploads are counted in them.
 
-    Every method that changes what clients must agree with writes it down before it returns, so that nothing is sent
-    that a crash could make untrue.
+    Every method that changes what clients must agree with writes the change to the disk before it returns, so that a
+    crash cannot make untrue what is sent after it.
     """
 
     def __init__(self, disk: Disk, arrays: Arrays, facts: dict[str, Any]):
@@ -134,8 +134,8 @@ class Ledger:
         self.fence: int = facts["fence"]
         self.epoch: int = facts["epoch"]
         self.round: int = facts["round"]  # rounds done
-        self.trip: int = facts["trip"]  # trips done of the round after it
-        self.cohort: list[str] = facts["cohort"]  # of that round, once its first trip is counted
+        self.exchanges_done: int = facts["trip"]  # of the round after it
+        self.cohort: list[str] = facts["cohort"]  # of that round, once its first exchange is counted
         self.warm: list[str] = facts["warm"]  # those whose controls a warm start has set
         self.members = {name: Member(*fields) for name, fields in facts["members"].items()}
         self.settings: dict[str, Any] = facts["settings"]
@@ -153,12 +153,12 @@ class Ledger:
 
     @classmethod
     def resume(cls, disk: Disk) -> Ledger:
-        """The job as its last server left it. Orders of that server, should it still live, are stale from now on."""
+        """The job as its last server left it. If that server is still alive, its orders are stale from now on."""
         found = disk.read()
         if found is None:
             raise CovaryError("There is no checkpoint to resume. Start without resume, or give the folder of one.")
         arrays, facts = found
-        readable(facts)
+        check_format(facts)
         ledger = cls(disk, arrays, facts)
         ledger._take_over()
         return ledger
@@ -168,9 +168,9 @@ class Ledger:
         self.write()
 
     def write(self) -> None:
-        facts = {name: getattr(self, name) for name in ("job", "fence", "epoch", "round", "trip", "cohort", "warm")}
+        facts: dict[str, Any] = {"format": FORMAT, "trip": self.exchanges_done}
+        facts |= {name: getattr(self, name) for name in ("job", "fence", "epoch", "round", "cohort", "warm")}
         facts |= {name: getattr(self, name) for name in ("members", "settings", "partial", "row")}
-        facts["format"] = FORMAT
         self.disk.write(self.arrays, facts)
 
     def order(self, name: str) -> Order:
@@ -189,18 +189,17 @@ class Ledger:
         self.write()
 
     def reset(self, arrays: Arrays, leaving: tuple[str, ...] = (), after: int = -1) -> None:
-        """Begin a new epoch, beyond any that is known: every client's state starts anew, without those who leave."""
+        """Begin a new epoch, beyond any that is known: all clients' states start again, without those that leave."""
         stay = [name for name in self.members if name not in leaving]
         self.members = {name: self.members[name]._replace(counted="", number=i) for i, name in enumerate(stay)}
         self.arrays, self.epoch = arrays, max(self.epoch, after) + 1
-        self.trip, self.cohort = 0, []
-        self.warm = []
+        self.exchanges_done, self.cohort, self.warm = 0, [], []
         self.write()
 
     def join(self, newcomers: Mapping[str, Member], arrays: Arrays, new_epoch: bool = False) -> None:
-        """Take in new members, whose states are zero; the arrays have c scaled to the mean over all.
+        """Add new members, whose states are zero. The arrays have c scaled to the mean over all.
 
-        With a new epoch where that mean cannot be had by scaling.
+        Where scaling does not give that mean, a new epoch begins.
         """
         self.members |= newcomers
         if new_epoch:
@@ -223,9 +222,9 @@ def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def readable(facts: Mapping[str, Any]) -> None:
+def check_format(facts: Mapping[str, Any]) -> None:
     if facts.get("format") != FORMAT:
         raise CovaryError(
-            f"This journal has format {facts.get('format')}, and this covary reads format {FORMAT}. "
-            "Use the version of covary that wrote it."
+            f"The journal has format {facts.get('format')}, and this version of covary reads format {FORMAT}. "
+            "Use the version that wrote it."
         )

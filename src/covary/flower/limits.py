@@ -1,4 +1,4 @@
-"""What a node's owner allows a server to ask for, checked before any work."""
+"""What a node's owner allows a server to ask for. It is checked before any work."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from covary.flower.refusals import BeyondLimit
 
 @dataclass(frozen=True)
 class Limits:
-    """What a node does at most, whatever a server asks for.
+    """The most that a node does for a server.
 
-    The defaults refuse what is only good for looking at single rows: small batches, uploads that leave out a part of
-    the data, and a server that knows which rows are in which batch. They bound what a curious server learns cheaply.
-    Against a hostile one, which chooses models that bring out single rows, only noise helps: `clip` and `noise` of the
-    client app.
+    The defaults refuse orders that serve only to reveal single rows: small batches, and uploads that leave out a part
+    of the data. They also keep from the server which rows are in which batch. This bounds what a curious server learns
+    cheaply. Against a hostile one, which chooses models that expose single rows, only noise helps: `clip` and `noise`
+    of the client app.
 
     Every limit can also be set where the node is started, and then overrides the app's:
     `covary node ... --config 'smallest-batch=32 algorithms="scaffold fedavg"'`.
 
     Args:
-        algorithms: the names a server may use; None for all of covary's and the app's own factories.
-        smallest_batch: the fewest rows of any batch, the last one of a pass included, and of the whole data.
+        algorithms: the names that a server may use; None allows covary's and those of the app's own factories.
+        smallest_batch: the fewest rows of any batch, including the last one of a pass, and of all data.
         whole_passes: an order's steps make whole passes over the data. `local_epochs` does that by itself. A
             `DataLoader` decides its own batches: only whole passes over it are asked for.
-        private_batches: rows are dealt to batches by a secret of this node, and not by the server's seed. The numbers
-            then differ from a simulation's, as they do under another seed; with False they are the simulation's.
+        private_batches: a secret of this node decides which rows form a batch, and not the server's seed. The numbers
+            then differ from a simulation's as under another seed; with False they are equal.
         smallest_cohort: the fewest nodes of a round, as the server states it.
         fewest_steps, most_steps: of one order.
         most_orders, most_jobs: over the life of the state folder; evaluations count as orders.
         largest_message: in bytes; None for eight times the model and one megabyte.
         largest_number: of a model and of control variates that the server sends.
-        keep_days: the state of a job without orders for so long is deleted.
+        keep_days: the state of a job that had no orders for so long is deleted.
 
     >>> from covary.flower import Limits
     >>> Limits(smallest_batch=32, algorithms=("scaffold",)).most_steps
@@ -71,7 +71,7 @@ class Limits:
                 whole(limit.name, value, 1, most=2**62)
 
     def overridden(self, config: Mapping[str, Any]) -> Limits:
-        """With those that the node's own configuration names, with dashes.
+        """These limits, overridden by the node's own configuration, where their names have dashes.
 
         >>> Limits().overridden({"smallest-batch": 32, "algorithms": "scaffold fedavg", "partition-id": 0}).algorithms
         ('scaffold', 'fedavg')
@@ -79,14 +79,16 @@ class Limits:
         names = {f.name.replace("_", "-"): f.name for f in fields(self)}
         for key in config:
             if key not in names and key.replace("_", "-") in names:
-                raise refused("a node's configuration", f"spelled {key.replace('_', '-')}", key, "Use dashes.")
+                raise refused(
+                    "a name in the node's configuration", f"spelled {key.replace('_', '-')}", key, "Use dashes."
+                )
         named = {name: config[key] for key, name in names.items() if key in config}
         if isinstance(named.get("algorithms"), str):
             named["algorithms"] = tuple(named["algorithms"].split())
         return replace(self, **named)
 
     def check_message(self, size: int, model: int) -> None:
-        """Refuse a message of more bytes than any of a model of this size can have."""
+        """Refuse a message of more bytes than a model of this size needs."""
         most = 8 * model + 2**20 if self.largest_message is None else self.largest_message
         if size > most:
             raise BeyondLimit("largest_message", f"{most:,} bytes", f"{size:,}", "Set largest_message to allow it.")
@@ -96,7 +98,7 @@ class Limits:
             raise BeyondLimit("algorithms", ", ".join(self.algorithms) or "none", name, "Add it to allow it.")
 
     def check_rows(self, rows: int) -> None:
-        """Refuse results that speak of fewer rows."""
+        """Refuse to compute anything from fewer rows."""
         if rows < self.smallest_batch:
             fix = "Ask for a batch_size that is a fraction, such as 0.1: the last batch of a pass counts too."
             raise BeyondLimit("smallest_batch", f"at least {self.smallest_batch} rows", rows, fix)

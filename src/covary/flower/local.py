@@ -1,6 +1,6 @@
 """A federation on this machine: a SuperLink, its gate and nodes as real processes on loopback, with TLS and keys.
 
-For a trial before there are machines, for the demonstration, and for tests. What it does by hand is in docs/deploy.md.
+For a trial before there are machines, for the demonstration, and for tests. docs/deploy.md has the same steps by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHO
 
 
 class Federation:
-    """A SuperLink, its gate and its nodes. Every process it starts ends with the `with` block.
+    """A SuperLink, its gate and its nodes. All their processes end with the `with` block.
 
     The SuperLink's own port is for this machine's `flwr`. Nodes connect to the gate, as they do across machines.
 
@@ -47,7 +47,7 @@ class Federation:
         self.bin = Path(sys.executable).parent
         self.port, self.gate_port = free_port(), free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.told: dict[str, int] = {}  # how much each had said when it was started
+        self.log_start: dict[str, int] = {}  # the length of each log when its process was started
         self.nodes: dict[str, tuple[Mapping[str, Any], Path | None, Sequence[Path] | None]] = {}
         self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "flwr")}
         self.environment["PATH"] = f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -74,7 +74,7 @@ class Federation:
             self.kill(name, signal.SIGTERM)
 
     def start_link(self) -> None:
-        """The SuperLink, which lets in registered keys only, and knows them again after a restart."""
+        """The SuperLink, which admits registered keys only, and remembers them when it restarts."""
         self._start(
             "superlink",
             *(self._program("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)),
@@ -109,7 +109,7 @@ class Federation:
     def start_node(
         self, name: str, config: Mapping[str, Any], ca: Path | None = None, apps: Sequence[Path] | None = None
     ) -> None:
-        """A node with its key, as `covary node` runs it; `config` is its configuration."""
+        """Start a node as `covary node` does; `config` is its configuration."""
         self.nodes[name] = (config, ca, apps)
         self._start(
             name,
@@ -120,22 +120,22 @@ class Federation:
         )
 
     def wait_for_node(self, name: str, timeout: float = 150.0) -> None:
-        """Wait until a node has been let in, starting it again as a supervisor would.
+        """Wait until the SuperLink has admitted a node, starting the node again as a supervisor would.
 
-        The SuperLink takes a node that died for alive until two heartbeats are missing, for up to a minute, and does
-        not let it in again before.
+        The SuperLink takes a dead node for alive until two heartbeats are missing, for up to a minute, and does not
+        admit it again before.
         """
         deadline = time.monotonic() + timeout
-        while "SuperNode ID:" not in self.log(name)[self.told[name] :]:
+        while "SuperNode ID:" not in self.log(name)[self.log_start[name] :]:
             if time.monotonic() > deadline:
-                raise CovaryError(f"{name} was not let in within {timeout:g} s. Its log: {self.log(name)[-2000:]}")
+                raise CovaryError(f"{name} was not admitted within {timeout:g} s. Its log: {self.log(name)[-2000:]}")
             if self.processes[name].poll() is not None:
                 time.sleep(2.0)
                 self.start_node(name, *self.nodes[name])
             time.sleep(0.1)
 
     def run(self, app: Path, config: Mapping[str, Any], name: str = "run") -> None:
-        """Submit an app; its log goes on in `log(name)`, and `wait` waits for its end."""
+        """Start a run of an app. `log(name)` has its log, and `wait` waits for its end."""
         command = (self._program("flwr"), "run", str(app.absolute()), "here", "--stream")
         self._start(name, *command, "--run-config", pairs(config))
 
@@ -147,13 +147,15 @@ class Federation:
             raise CovaryError(f"{name} did not end within {timeout:g} s. Its log: {self.log(name)[-2000:]}") from None
 
     def wait_for(self, text: str, name: str = "run", timeout: float = 120.0) -> None:
-        """Wait until a process has said something."""
+        """Wait until a process has logged a text."""
         deadline = time.monotonic() + timeout
         while text not in self.log(name):
             if time.monotonic() > deadline:
-                raise CovaryError(f"{name} did not say {text!r} in {timeout:g} s. Its log: {self.log(name)[-2000:]}")
+                raise CovaryError(
+                    f"{name} did not log {text!r} within {timeout:g} s. Its log: {self.log(name)[-2000:]}"
+                )
             if self.processes[name].poll() is not None and text not in self.log(name):
-                raise CovaryError(f"{name} ended without saying {text!r}. Its log: {self.log(name)[-2000:]}")
+                raise CovaryError(f"{name} ended and did not log {text!r}. Its log: {self.log(name)[-2000:]}")
             time.sleep(0.1)
 
     def log(self, name: str) -> str:
@@ -162,7 +164,7 @@ class Federation:
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """End a process and all that it has started."""
         process = self.processes.pop(name)
-        family = descendants(process.pid)  # Flower's own are in sessions of their own, and outlive it
+        family = descendants(process.pid)  # some are in sessions of their own, and would outlive it
         if how != signal.SIGKILL and process.poll() is None:
             process.send_signal(how)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -177,7 +179,7 @@ class Federation:
 
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.told[name] = len(self.log(name))
+            self.log_start[name] = len(self.log(name))
             self.processes[name] = subprocess.Popen(
                 command,
                 stdout=log,
@@ -208,7 +210,7 @@ class Federation:
 
 
 def nginx() -> str:
-    """Where nginx is; /usr/sbin is not on everyone's PATH."""
+    """The path of nginx, also where /usr/sbin is not on the PATH."""
     found = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin")
     if found is None:
         raise CovaryError("The gate needs nginx. Install it: apt-get install nginx-light")
@@ -216,22 +218,22 @@ def nginx() -> str:
 
 
 def connection(name: str, port: int, ca: Path) -> str:
-    """What a person's Flower configuration says about a SuperLink on this machine."""
+    """The part of a Flower configuration that names a SuperLink on this machine."""
     head = f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\n'
     return f'{head}address = "127.0.0.1:{port}"\nroot-certificates = "{ca}"\n'
 
 
 def pairs(config: Mapping[str, Any]) -> str:
-    """A configuration as Flower's commands take it.
+    """A configuration in the form of Flower's commands.
 
     >>> pairs({"rounds": 3, "resume": True, "target": "loss <= 1"})
     'rounds=3 resume=true target="loss <= 1"'
     """
 
-    def told(value: Any) -> str:
+    def written(value: Any) -> str:
         return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
-    return " ".join(f"{name}={told(value)}" for name, value in config.items())
+    return " ".join(f"{name}={written(value)}" for name, value in config.items())
 
 
 def free_port() -> int:
@@ -241,7 +243,7 @@ def free_port() -> int:
 
 
 def make_key(path: Path) -> None:
-    """A node's key pair, as `ssh-keygen -t ecdsa -b 384` makes it; the public one ends in .pub."""
+    """Make a node's key pair, as `ssh-keygen -t ecdsa -b 384` does; the public key's file ends in .pub."""
     key = ec.generate_private_key(ec.SECP384R1())
     _private(
         path,
@@ -254,7 +256,7 @@ def make_key(path: Path) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """A certificate authority of one's own, and a certificate for a SuperLink on this machine."""
+    """Make a certificate authority, and a certificate for a SuperLink on this machine."""
     ca_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "covary trial CA")])
     ca = _certificate(ca_name, ca_key.public_key(), ca_name, ca_key, ca=True)

@@ -1,13 +1,15 @@
-"""What the server makes of a trip's uploads."""
+"""What the server makes of an exchange's uploads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from covary._engine.plan import aggregation_weights
 from covary.algorithm import Algorithm, Exchange
+from covary.client import dry_run
 
 Arrays = dict[str, np.ndarray]
 
@@ -19,32 +21,28 @@ class Reply(NamedTuple):
     drift: float
 
 
-def merge(trip: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[str, float]) -> Arrays:
-    """The server's arrays after a trip: what `aggregate` makes of the mean of those that replied, and the mean buffers.
+def merge(exchange: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[str, float]) -> Arrays:
+    """The server's arrays after an exchange: what `aggregate` makes of the mean upload, and the mean buffers.
 
-    As in simulation, each of them stands for N / |S| clients; in a trip that goes together, weights sum to one.
+    The mean is over those that replied, each of whom stands for N / |S| clients, as in simulation.
     """
     fraction = len(replies) / len(p)
-    weights = {name: p[name] / fraction for name in replies}
-    total = sum(weights.values())
-    v = {name: w / total for name, w in weights.items()} if trip.together else weights
-    first = next(iter(replies.values()))
-    mean = first.up._replace(
-        **{field: _mean({n: getattr(r.up, field) for n, r in replies.items()}, v) for field in first.up._fields}
-    )
-    new = trip.aggregate(server, mean, fraction)
+    p_of_cohort = np.array([p[name] for name in replies])
+    weights = aggregation_weights(p_of_cohort, fraction, exchange.together, np.float64)
+    ups = [reply.up for reply in replies.values()]
+    mean = ups[0]._replace(**{field: _mean([getattr(up, field) for up in ups], weights) for field in ups[0]._fields})
+    new = exchange.aggregate(server, mean, fraction)
     typed = type(server)(*(np.asarray(a, old.dtype) for a, old in zip(new, server, strict=True)))
-    averaged = {
-        name: _mean({n: r.buffers[name] for n, r in replies.items()}, {n: w / total for n, w in weights.items()})
-        for name in first.buffers
-    }
+    shares = aggregation_weights(p_of_cohort, fraction, True, np.float64)
+    buffers = [reply.buffers for reply in replies.values()]
+    averaged = {name: _mean([own[name] for own in buffers], shares) for name in buffers[0]}
     return named("server.", typed) | prefixed(averaged)
 
 
-def _mean(arrays: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
+def _mean(arrays: list[np.ndarray], weights: Iterable[float]) -> np.ndarray:
     """The weighted sum, in float64 whatever the arrays are."""
-    total = sum(weights[name] * np.asarray(array, np.float64) for name, array in arrays.items())
-    return np.asarray(total, next(iter(arrays.values())).dtype)
+    total = sum(w * np.asarray(array, np.float64) for w, array in zip(weights, arrays, strict=True))
+    return np.asarray(total, arrays[0].dtype)
 
 
 def named(prefix: str, state: Any) -> Arrays:
@@ -55,12 +53,8 @@ def prefixed(buffers: Arrays) -> Arrays:
     return {f"buffers.{name}": array for name, array in buffers.items()}
 
 
-def upload_like(trip: Exchange, algorithm: Algorithm, server: Any) -> Any:
-    """The form of an upload: what `finish` makes of vectors of the right length."""
-    down, client = trip.broadcast(server), algorithm.init_client(server[0])
-
-    def grad(y: Any) -> Any:
-        return y
-
-    up, _ = trip.finish(trip.start(down, client, grad), down, client, grad, 1)
+def upload_like(exchange: Exchange, algorithm: Algorithm, server: Any) -> Any:
+    """The form of an upload: its fields, their shapes and types."""
+    blank = type(server)(*(np.zeros_like(array) for array in server))
+    _, up, _ = dry_run(exchange, blank, algorithm.init_client(blank[0]))
     return type(up)(*(np.asarray(value, server[0].dtype) for value in up))

@@ -11,12 +11,12 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from covary.errors import CovaryError, refused
-from covary.flower.client import form_of_params
+from covary.flower.fingerprint import form_of_params
 from covary.runs.files import File
 
 
 def load_model(model: Any, checkpoint: str | Path) -> Any:
-    """The model as the server's last counted round left it.
+    """The model after the last round that the server counted.
 
     Args:
         model: what `server_app` was given: a PyTorch module, which gets the parameters and the averaged buffers and is

@@ -1,6 +1,6 @@
-"""`covary node`: a hospital's node, which runs approved apps only, and says why when it ends.
+"""`covary node`: a node that runs approved apps only, and says why when it ends.
 
-It looks at the door first: files, the gate's certificate, the clock. Then it runs `flower-supernode` as a child.
+It first checks its files, the gate's certificate and the clock. Then it runs `flower-supernode` as a child process.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from flwr.supercore.error import ApiErrorCode
 from covary.errors import CovaryError, refused
 from covary.runs.files import held
 
-AHEAD, BEHIND = float(SYSTEM_TIME_TOLERANCE), float(TIMESTAMP_TOLERANCE)  # seconds that Flower tolerates a clock to be
-WARN = 2.0
+AHEAD, BEHIND = float(SYSTEM_TIME_TOLERANCE), float(TIMESTAMP_TOLERANCE)  # seconds by which Flower lets a clock differ
+WARN = 2.0  # seconds by which clocks differ before there is a warning
 SET_CLOCK = "Set this clock: timedatectl set-ntp true."
-# When its main thread has ended, Flower's server thread would keep the process for ever, and it would do nothing.
+# Without `os._exit`, Flower's server thread keeps the process alive, and idle, after its main thread has ended.
 SUPERNODE = [
     sys.executable,
     "-c",
@@ -55,13 +55,13 @@ CAP_DAC_OVERRIDE = 1  # <linux/capability.h>
 
 @dataclass(frozen=True)
 class Node:
-    """What `covary node` was told.
+    """The arguments of `covary node`.
 
     Args:
         superlink: host:port of the gate.
-        ca: the certificate authority that vouches for the gate.
+        ca: the certificate of the authority that signed the gate's.
         key: this node's private key.
-        state: the folder of its control variate, and of `flower/`, which is made anew at each start.
+        state: the folder of its control variate, and of `flower/`, whose apps are installed again at each start.
         apps: folders or .fab files of the apps that may run here.
         config: what the apps find in `context.node_config`, such as "partition-id=0".
         port: a free port of this machine, for Flower's own processes.
@@ -77,9 +77,9 @@ class Node:
 
 
 def run_node(node: Node) -> int:
-    """Run a node until it is asked to stop (0) or ends by itself (1)."""
+    """Run a node. Returns 0 when it was asked to stop, and 1 when it ended by itself."""
     if sys.platform != "linux":
-        raise CovaryError("covary node keeps other apps out by means that only Linux has. Run it on Linux.")
+        raise CovaryError("covary node needs Linux, whose means it uses to keep out other apps. Run it on Linux.")
     asked: list[int] = []
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda number, frame: asked.append(number))
@@ -87,7 +87,7 @@ def run_node(node: Node) -> int:
     check_port(node.port)
     settings = node_config(node)
     state = private_folder(node.state)
-    typer.echo(knock(node.superlink, node.ca).told)
+    typer.echo(check_gate(node.superlink, node.ca).text)
     with held(private_folder(state / "flower")):
         approved = approve(node.apps, state / "flower")
         for folder, digest in approved.items():
@@ -115,11 +115,11 @@ def run_node(node: Node) -> int:
     return 1
 
 
-# --- the door -----------------------------------------------------------------------------------------------------
+# --- what is checked first -----------------------------------------------------------------------------------------
 
 
 def check_key(path: Path) -> None:
-    """A node's private key: an elliptic curve key in OpenSSH form that nobody else can read.
+    """Refuse what is not a node's private key: an elliptic curve key in OpenSSH form that only its user can read.
 
     >>> check_key(Path("hospital-z"))
     Traceback (most recent call last):
@@ -143,7 +143,7 @@ MAKE_KEY = 'Make one: ssh-keygen -t ecdsa -b 384 -N "" -C "" -f FILE'
 
 
 def check_port(port: int) -> None:
-    """A port for the SuperNode's own processes."""
+    """Refuse a port that is not free for the SuperNode's own processes."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -153,7 +153,7 @@ def check_port(port: int) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """A folder of our own, that nobody else can enter."""
+    """The folder, made if it does not exist, with access for this user only."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o700)
@@ -186,16 +186,16 @@ def node_config(node: Node) -> str:
 
 
 class Answer(NamedTuple):
-    """Whether the SuperLink behind the gate is up, and what a person should know."""
+    """Whether the SuperLink behind the gate is up, and what the log says about it."""
 
     up: bool
-    told: str
+    text: str
 
 
-def knock(superlink: str, ca: Path) -> Answer:
-    """Ask the gate for its health, and compare clocks.
+def check_gate(superlink: str, ca: Path) -> Answer:
+    """Check that the gate answers and is a gate, and compare clocks.
 
-    >>> knock("localhost", Path("ca.crt"))
+    >>> check_gate("localhost", Path("ca.crt"))
     Traceback (most recent call last):
     covary.errors.CovaryError: --superlink must be host:port; got localhost. Try superlink.example.org:443.
     """
@@ -217,19 +217,19 @@ def knock(superlink: str, ca: Path) -> Answer:
     except httpx.HTTPError as error:
         raise CovaryError(_unreachable(superlink, ca, error)) from None
     if open_door:
-        what = "answers what a gate does not pass: whoever reaches it can run programs on its nodes"
+        what = "has no gate: whoever reaches it can run programs on its nodes"
         raise CovaryError(f"{superlink} {what}. Ask its operator for the gate of covary's deploy folder.")
     up = answer.status_code == 200
     if not up and answer.status_code not in (502, 503, 504):
-        what = f"answers /health with {answer.status_code}, as no gate of a SuperLink does"
+        what = f"is not the gate of a SuperLink: it answers /health with {answer.status_code}"
         raise CovaryError(f"{superlink} {what}. Check --superlink.")
     clock = compare_clocks(now, answer.headers.get("date", ""))
-    waits = "" if up else " The SuperLink behind it does not: the node waits for it."
+    waits = "" if up else " The SuperLink behind it is down: the node waits for it."
     return Answer(up, f"{superlink} answers.{waits} {clock}")
 
 
 def compare_clocks(now: float, date: str) -> str:
-    """Flower signs requests with the time: it refuses a clock that is 5 s ahead, or 300 s behind.
+    """Refuse a clock that Flower refuses. It signs requests with the time, which may be 5 s ahead or 300 s behind.
 
     >>> compare_clocks(1e9, "Sun, 09 Sep 2001 01:46:40 GMT")
     'The clocks agree.'
@@ -241,16 +241,16 @@ refuses nodes that are 5 s ahead or 300 s behind. Set this clock: timedatectl se
     try:
         theirs = parsedate_to_datetime(date)
     except ValueError:
-        return "It does not tell the time, so the clocks are not compared."
+        return "It sends no date, so the clocks are not compared."
     ours = datetime.fromtimestamp(now, UTC)
     apart = (ours - theirs - timedelta(seconds=0.5)).total_seconds()  # the header has whole seconds, cut off
     if abs(apart) <= WARN:
         return "The clocks agree."
-    told = f"This clock is {abs(apart):.0f} s {'ahead' if apart > 0 else 'behind'}"
-    told += f": it says {ours:%H:%M:%S} and the gate says {theirs:%H:%M:%S} (UTC)."
+    text = f"This clock is {abs(apart):.0f} s {'ahead' if apart > 0 else 'behind'}"
+    text += f": it says {ours:%H:%M:%S} and the gate says {theirs:%H:%M:%S} (UTC)."
     if -BEHIND < apart < AHEAD:
-        return f"Warning: {told} {SET_CLOCK}"
-    raise CovaryError(f"{told} Flower refuses nodes that are {AHEAD:.0f} s ahead or {BEHIND:.0f} s behind. {SET_CLOCK}")
+        return f"Warning: {text} {SET_CLOCK}"
+    raise CovaryError(f"{text} Flower refuses nodes that are {AHEAD:.0f} s ahead or {BEHIND:.0f} s behind. {SET_CLOCK}")
 
 
 def _unreachable(superlink: str, ca: Path, error: BaseException) -> str:
@@ -265,27 +265,27 @@ def _unreachable(superlink: str, ca: Path, error: BaseException) -> str:
         if isinstance(each, socket.gaierror):
             return f"The name of {superlink} does not resolve. Check --superlink, and this machine's DNS."
         if isinstance(each, ConnectionRefusedError):
-            return f"Nothing listens at {superlink}. Check --superlink, or ask its operator whether the gate runs."
+            return f"Nothing listens at {superlink}. Check --superlink, or ask its operator if the gate is running."
     if isinstance(error, httpx.TimeoutException):
-        return f"{superlink} does not answer within 10 s. Ask whether a firewall is between it and this machine."
+        return f"{superlink} does not answer within 10 s. Ask whether a firewall blocks it from this machine."
     return f"{superlink} cannot be reached ({error}). Check --superlink, and this machine's network."
 
 
-ASK_CERTIFICATE = "Ask its operator for the ca.crt of now, and for a certificate with this name."
+ASK_CERTIFICATE = "Ask its operator for the current ca.crt, and whether the certificate has this name."
 
 
 # --- approved apps ------------------------------------------------------------------------------------------------
 
 
 def approve(apps: Sequence[Path], home: Path) -> dict[Path, str]:
-    """Install apps as Flower does, into a folder that then has exactly these and that nobody writes to.
+    """Install apps as Flower does, into a folder that then holds exactly these and is read-only.
 
     Args:
         apps: folders or .fab files.
-        home: a FLWR_HOME of one's own.
+        home: the node's own FLWR_HOME.
 
     Returns:
-        each app's folder, and the SHA-256 of its .fab file, for the parties to compare.
+        each app's folder, and the SHA-256 of its .fab file, by which parties compare apps.
 
     >>> import tempfile
     >>> from covary.flower.template import write_app
@@ -301,7 +301,7 @@ def approve(apps: Sequence[Path], home: Path) -> dict[Path, str]:
     from flwr.cli.install import install_from_fab
 
     if not apps:
-        raise CovaryError("No app may run here. Name the apps that may: --app my-hospital")
+        raise CovaryError("No app may run here. Name those that may: --app my-hospital")
     shutil.rmtree(_writable(home / "apps"), ignore_errors=True)
     approved = {}
     for app in apps:
@@ -313,7 +313,7 @@ def approve(apps: Sequence[Path], home: Path) -> dict[Path, str]:
             with contextlib.redirect_stdout(io.StringIO()):
                 folder = install_from_fab(content, install_dir=home, skip_prompt=True)
         except (click.ClickException, zipfile.BadZipFile, KeyError, OSError) as error:
-            raise CovaryError(f"{app} is not an app that Flower installs: {_told(error)}") from None
+            raise CovaryError(f"{app} is not an app that Flower installs: {_text(error)}") from None
         approved[folder.resolve()] = hashlib.sha256(content).hexdigest()
     for path in _below(home / "apps"):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -321,7 +321,7 @@ def approve(apps: Sequence[Path], home: Path) -> dict[Path, str]:
 
 
 def _fab(app: Path) -> bytes:
-    """The bundle of an app, which is the same for the same files."""
+    """An app's bundle. Equal files give equal bytes."""
     import click
     from flwr.cli.build import build_fab_from_disk
     from flwr.cli.utils import AppPathDepthError
@@ -331,10 +331,10 @@ def _fab(app: Path) -> bytes:
     except OSError as error:
         raise CovaryError(f"{app} cannot be read ({error.strerror}). Give an app's folder or .fab file.") from None
     except (AppPathDepthError, click.ClickException, ValueError) as error:
-        raise CovaryError(f"{app} is not a Flower app: {_told(error)}") from None
+        raise CovaryError(f"{app} is not a Flower app: {_text(error)}") from None
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return getattr(error, "message", None) or str(error)
 
 
@@ -344,7 +344,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _writable(folder: Path) -> Path:
-    """What an earlier start made unwritable."""
+    """The folder, which an earlier start made read-only."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o700)
@@ -363,7 +363,7 @@ def _environment(home: Path, approved: dict[Path, str]) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONUNBUFFERED": "1",
-        # For guard/sitecustomize.py. Without PYTHONSAFEPATH, Python puts a script's folder on the path after it ran.
+        # For guard/sitecustomize.py. Without PYTHONSAFEPATH, Python adds a script's folder to the path after it ran.
         "PYTHONPATH": os.pathsep.join([str(guard), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONSAFEPATH": "1",
         "COVARY_APPS": os.pathsep.join(map(str, approved)),
@@ -371,16 +371,16 @@ def _environment(home: Path, approved: dict[Path, str]) -> dict[str, str]:
 
 
 def _attend(child: subprocess.Popen[bytes], node: Node, asked: list[int]) -> deque[str]:
-    """Pass the SuperNode's output on until it ends or we are asked to stop; its last lines."""
+    """Pass the SuperNode's output on until it ends or is asked to stop. Returns its last lines."""
     last: deque[str] = deque(maxlen=100)
     cut_off = threading.Event()
     reader = threading.Thread(target=_pass_on, args=(child, last, cut_off), daemon=True)
     reader.start()
-    told = -60.0
+    explained = -60.0  # when this node last said why it cannot connect
     while child.poll() is None and not asked:
         time.sleep(0.2)
-        if cut_off.is_set() and time.monotonic() > told + 60.0:  # Flower retries for ever, and does not say why
-            told = time.monotonic()
+        if cut_off.is_set() and time.monotonic() > explained + 60.0:  # Flower retries for ever, and does not say why
+            explained = time.monotonic()
             cut_off.clear()
             if trouble := _trouble(node):
                 typer.echo(f"covary node: {trouble}", err=True)
@@ -396,7 +396,7 @@ def _attend(child: subprocess.Popen[bytes], node: Node, asked: list[int]) -> deq
 
 
 def _confine() -> None:
-    """In the child: it ends with its parent, and as root it respects permissions, so that it cannot install apps."""
+    """Run in the child: it ends with its parent, and even root cannot write to read-only folders, to install apps."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.geteuid() == 0:
         LIBC.prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
@@ -413,7 +413,7 @@ def _pass_on(child: subprocess.Popen[bytes], last: deque[str], cut_off: threadin
 
 
 def _from_terminal() -> bool:
-    """Whether Ctrl-C went to the child as well: a second signal would cut its farewell short."""
+    """Whether Ctrl-C reached the child as well: a second signal would interrupt its shutdown."""
     try:
         with open("/dev/tty") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -422,24 +422,24 @@ def _from_terminal() -> bool:
 
 
 def why_ended(node: Node, last: Sequence[str], status: int) -> str:
-    """Why a SuperNode ended that nobody had asked to, in a line."""
+    """One line on why a SuperNode ended by itself."""
     try:
-        knock(node.superlink, node.ca)
+        check_gate(node.superlink, node.ca)
     except CovaryError as error:
         return str(error)
     public = f"{node.key.name}.pub"
     if any(NOT_ADMITTED in line for line in last):
         return (
-            f"The SuperLink does not admit {node.key}. Either nobody has registered it (its operator runs: flwr "
-            f"supernode register {public} here), or this node was cut off: then it is admitted within a minute."
+            f"The SuperLink does not admit {node.key}. If the key is not registered, its operator runs: flwr "
+            f"supernode register {public} here. If this node was cut off, it is admitted again within a minute."
         )
     if status == 0:  # what Flower does when a signature is refused
         return (
-            f"The SuperLink no longer accepts {node.key}: somebody unregistered it, or started the SuperLink without "
-            f"its --database. Its operator runs: flwr supernode register {public} here"
+            f"The SuperLink no longer accepts {node.key}: the key was unregistered, or the SuperLink was started "
+            f"without its --database. Its operator runs: flwr supernode register {public} here"
         )
-    told = next((line for line in reversed(last) if re.search("ERROR|Error|error", line)), "")
-    return told or f"flower-supernode ended with status {status} and said: {last[-1] if last else 'nothing'}"
+    error = next((line for line in reversed(last) if re.search("ERROR|Error|error", line)), "")
+    return error or f"flower-supernode ended with status {status}. Its last line: {last[-1] if last else 'none'}"
 
 
 NOT_ADMITTED = f"[code: {ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED.value}]"
@@ -447,14 +447,14 @@ NOT_ADMITTED = f"[code: {ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED.value}]"
 
 def _trouble(node: Node) -> str:
     try:
-        answer = knock(node.superlink, node.ca)
+        answer = check_gate(node.superlink, node.ca)
     except CovaryError as error:
         return f"{error} The node keeps trying."
-    return "" if answer.up else answer.told
+    return "" if answer.up else answer.text
 
 
 def descendants(process: int) -> list[int]:
-    """The numbers of the processes that a process has started, and those have started, and so on."""
+    """The ids of all processes that a process has started, directly or through others."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from covary.errors import CovaryError, refused
-from covary.flower.journal import ClientJournal, Ledger, readable
+from covary.flower.journal import ClientJournal, Ledger, check_format
 from covary.flower.journal import norm as norm_of
 from covary.flower.refusals import StateLost
 from covary.runs.files import File
@@ -17,16 +17,16 @@ from covary.runs.files import File
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found of a job."""
+    """What an audit found."""
 
     round: int
     epoch: int
     members: int
     norms: dict[str, float]  # ‖c_i‖ of every member that was counted; the others' are zero
-    missing: tuple[str, ...]  # members whose state is on none of the disks
+    missing: tuple[str, ...]  # members whose state is on none of the given disks
     norm: float  # ‖c‖
     gap: float  # ‖c - sum p_i c_i‖, without the missing
-    rounding: float  # what rounding can have made of it: 100 units in the last place of the largest c_i, times √rounds
+    rounding: float  # the most that rounding explains: 100 units in the last place of the largest c_i, times √rounds
 
     @property
     def holds(self) -> bool:
@@ -49,7 +49,7 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
     states, found = list(states), File(Path(checkpoint) / "ledger").read()
     if found is None:
         raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
-    readable(found[1])
+    check_format(found[1])
     ledger = Ledger(File(Path(checkpoint) / "ledger"), *found)
     if not ledger.settings["invariant"]:
         raise CovaryError(f"{ledger.settings['algorithm']} has no control variates to audit.")

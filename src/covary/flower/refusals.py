@@ -1,8 +1,8 @@
 """Why a node does not follow an order.
 
 The text of an error may quote the rows it failed on, or the paths of the machine it happened on. So the server gets the
-name of the error and a reference number; the text and the trace stay in the node's own log, under that number. What
-the names below mean, the server's log says in its own words.
+name of the error and a reference number; the text and the traceback stay in the node's own log, under that number. The
+server's log explains the names below in its own words.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logging.getLogger("covary.node")
 
 
 class Refused(CovaryError):
-    """An order that a node does not follow. A subclass says in `meaning` what the server may tell its operator."""
+    """An order that a node does not follow. `meaning` is what the server's log says about it."""
 
-    meaning: ClassVar[str] = "its own log says why"
+    meaning: ClassVar[str] = "it failed"
     facts: Mapping[str, Any] = {}  # numbers and names that the server acts on
 
 
@@ -31,19 +31,19 @@ class Stale(Refused):
 
 
 class StateLost(Refused):
-    """The client does not have the state that the server counts on."""
+    """The client does not have the state that the server has counted."""
 
-    meaning = "it does not have the state that the server counts on"
+    meaning = "it does not have the state that the server has counted"
 
     def __init__(self, why: str, epoch: int = -1):
         super().__init__(why)
-        self.facts = {"epoch": epoch}  # that of the client's state, for the server to go beyond
+        self.facts = {"epoch": epoch}  # of the client's state; the next one must be newer
 
 
 class SharedState(Refused):
     meaning = (
-        "its state folder belongs to another node. Either two nodes use one folder, or a copy of one: give each its "
-        "own. Or its key is new: give it a new folder, and let the old member go with forget_after"
+        "its state folder belongs to another node. If two nodes use one folder, or a copy of it, give each its own. If "
+        "its key is new, give it a new folder, and drop the old member with forget_after"
     )
 
 
@@ -52,12 +52,12 @@ class NoState(Refused):
 
 
 class OtherSteps(Refused):
-    """The server counts on another number of steps than this node takes now."""
+    """The server expects another number of steps than this node takes now."""
 
-    meaning = "the number of its examples changed, and with it its steps; the server takes note"
+    meaning = "its number of examples has changed, and so has its number of steps, which the server uses from now on"
 
     def __init__(self, steps: int, expected: int):
-        super().__init__(f"this node now takes {steps} steps, and the server counts on {expected}")
+        super().__init__(f"this node now takes {steps} steps, and the server expects {expected}")
         self.facts = {"steps": steps}
 
 
@@ -73,7 +73,7 @@ class UnknownAlgorithm(Refused):
 
 
 class BeyondLimit(Refused):
-    """An order outside what the node's owner allows."""
+    """An order that the node's owner does not allow."""
 
     meaning = "its owner does not allow it"
 
@@ -87,11 +87,11 @@ class NotFinite(Refused):
 
 
 class NotCovarys(Refused):
-    meaning = "it received a message that is not covary's"
+    meaning = "it received a message that covary did not write"
 
 
 class BuffersUnclipped(Refused):
-    meaning = "it clips, and a clip does not cover the averages of buffers. Use a model without them"
+    meaning = "it clips its uploads, and a clip does not cover averaged buffers. Use a model without buffers"
 
 
 class KeepsMetrics(Refused):
@@ -99,7 +99,7 @@ class KeepsMetrics(Refused):
 
 
 HINTS = {
-    "smallest_batch": "Use a fraction as batch_size, such as 0.1: the last batch of a pass counts, and so do test data",
+    "smallest_batch": "Use a fraction as batch_size, such as 0.1. The last batch of a pass counts too, as do test data",
     "whole_passes": "Use local_epochs",
     "most_steps": "Lower local_steps or local_epochs",
     "fewest_steps": "Raise local_steps or local_epochs",
@@ -126,8 +126,8 @@ MEANINGS = {
 }
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """What a node answers in place of a result, after writing the whole story to its own log."""
+def refusal(error: BaseException) -> dict[str, Any]:
+    """What a node sends in place of a result; the error itself goes to the node's own log."""
     reference = secrets.token_hex(4)
     if isinstance(error, Refused):
         log.warning("Order refused (reference %s). %s: %s", reference, type(error).__name__, error)
@@ -138,7 +138,7 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 def _name(error: BaseException) -> str:
-    """The type's name, if it is of a library: a name that an app made up may quote data, too."""
+    """The type's name if a known library defines it: a name that an app made up may quote data too."""
     kind = type(error)
     return kind.__name__ if kind.__module__.split(".")[0] in KNOWN else "Exception"
 
@@ -147,15 +147,15 @@ def explained(facts: Mapping[str, Any]) -> str:
     """What the server's log says of a refusal. Nothing of it is the node's own text.
 
     >>> explained({"refused": "BeyondLimit", "limit": "most_jobs", "reference": "0a1b2c3d"})
-    'BeyondLimit (most_jobs): its owner does not allow it. Reference 0a1b2c3d in its own log.'
+    'BeyondLimit (most_jobs): its owner does not allow it. See reference 0a1b2c3d in its own log.'
     >>> explained({"refused": "KeyError", "reference": "0a1b2c3d"})
-    'KeyError: its own log says why. Reference 0a1b2c3d in its own log.'
+    'KeyError: it failed. See reference 0a1b2c3d in its own log.'
     >>> explained({"refused": "patient 12 has", "reference": "no number"})
-    'an error without a name: its own log says why.'
+    'an error without a name: it failed. See its own log.'
     """
     name, limit, reference = (str(facts.get(key, "")) for key in ("refused", "limit", "reference"))
     what = name if re.fullmatch(r"[A-Za-z_]\w{0,63}", name) else "an error without a name"
     which = f" ({limit})" if re.fullmatch(r"[a-z_]{1,32}", limit) else ""
-    where = f" Reference {reference} in its own log." if re.fullmatch(r"[0-9a-f]{8}", reference) else ""
+    where = f"reference {reference} in its own log" if re.fullmatch(r"[0-9a-f]{8}", reference) else "its own log"
     hint = f" {HINTS[limit]}." if limit in HINTS else ""
-    return f"{what}{which}: {MEANINGS.get(name, 'its own log says why')}.{hint}{where}"
+    return f"{what}{which}: {MEANINGS.get(name, Refused.meaning)}.{hint} See {where}."

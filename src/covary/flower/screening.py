@@ -1,12 +1,12 @@
 """How large each upload is beside the others, and which are left out for it.
 
 A mean has no defence against one wrong term. So the norm of every upload and its cosine with the sum of the others are
-measured, written into the history, and an upload with several times the median norm is not counted. To the journal it
-is one that never arrived: the node drops the state that goes with it, and c stays the mean of the c_i.
+measured and written into the history, and an upload with several times the median norm is not counted. To the journal
+it is an upload that never arrived: the node drops the state that goes with it, and c stays the mean of the c_i.
 
-Like is compared with like. A node whose c_i is still zero takes longer steps than one whose c_i has settled, so first
-uploads of an epoch are compared with first uploads. And who takes more steps may go further: in proportion, but no more
-than 25 times as far, as the number of steps is the node's own word. Buffers are compared by how far they moved.
+Like is compared with like. A node whose c_i is still zero takes longer steps than one whose c_i has settled, so the
+first uploads of an epoch are compared with first uploads only. A node that takes more steps may go further, in
+proportion but at most 25 times as far: its number of steps is its own claim. Buffers are compared by their change.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import numpy as np
 from covary.flower.journal import Member, norm
 from covary.flower.merge import Arrays, Reply
 
-FEWEST = 3  # norms of which a median says what is usual
-FURTHER = 25.0  # for more steps
-BUFFERS = "buffers"  # what stands for a field
+FEWEST = 3  # norms for a median to be meaningful
+FURTHER = 25.0  # how many times as far a node with more steps may go
+BUFFERS = "buffers"  # the name under which buffers are compared, beside the fields of an upload
 
 
 def screened(
-    trip: int,
+    exchange: int,
     replies: Mapping[str, Reply],
     members: Mapping[str, Member],
     buffers: Arrays,
     earlier: Iterable[Mapping[str, Any]],
     bound: float | None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Who is to be left out, with its multiple of the median; and what was measured, one record a field.
+    """The nodes to leave out, each with its multiple of the median norm; and a record of each field's norms.
 
-    `buffers` are the server's, `earlier` such records of the same epoch; `bound` is the largest multiple, or None.
+    `exchange` is the number of the exchange in its round, `buffers` are the server's, `earlier` the records of the same
+    epoch, and `bound` is the largest multiple that is counted, or None.
     """
     first = {name: not members[name].counted for name in replies}
     left_out: dict[str, float] = {}
@@ -46,13 +47,13 @@ def screened(
         for group in (True, False):
             own = {name: norms[name] for name in replies if first[name] is group}
             steps = {name: members[name].steps for name in own}
-            past = _first_norms(earlier, trip, field) if group else []
+            past = _first_norms(earlier, exchange, field) if group else []
             for name, multiple in _multiples(own, steps, past).items():
                 if bound is not None and multiple > bound:
                     left_out[name] = max(multiple, left_out.get(name, 0.0))
         records.append(
             {
-                "trip": trip,
+                "trip": exchange,
                 "field": field,
                 "members": [members[name].number for name in replies],
                 "steps": [members[name].steps for name in replies],
@@ -73,7 +74,7 @@ def _sent(reply: Reply, field: str, buffers: Arrays) -> np.ndarray:
 
 
 def _multiples(norms: Mapping[str, float], steps: Mapping[str, int], past: list[tuple[float, int]]) -> dict[str, float]:
-    """Each norm as a multiple of the median, less what more steps than usual account for."""
+    """Each norm as a multiple of the median, divided by what more steps than usual account for."""
     if len(norms) + len(past) < FEWEST:
         return {}
     usual = float(np.median([*norms.values(), *(each for each, _ in past)]))
@@ -83,11 +84,11 @@ def _multiples(norms: Mapping[str, float], steps: Mapping[str, int], past: list[
     return {name: value / usual / min(max(steps[name] / K, 1.0), FURTHER) for name, value in norms.items()}
 
 
-def _first_norms(earlier: Iterable[Mapping[str, Any]], trip: int, field: str) -> list[tuple[float, int]]:
+def _first_norms(earlier: Iterable[Mapping[str, Any]], exchange: int, field: str) -> list[tuple[float, int]]:
     """The norms and steps of the counted first uploads of an epoch."""
     found = []
     for record in earlier:
-        if (record["trip"], record["field"]) == (trip, field):
+        if (record["trip"], record["field"]) == (exchange, field):
             rows = zip(record["members"], record["first"], record["norm"], record["steps"], strict=True)
             found += [(size, K) for i, first, size, K in rows if first and i not in record["left_out"]]
     return found

@@ -1,4 +1,4 @@
-"""How a deployed run goes: what is set in code, and what a run configuration makes of it."""
+"""The settings of a deployed run: set in code, and overridden by a run configuration."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from covary import targets
 from covary._engine.plan import batches_of
 from covary.checks import positive, whole
 from covary.errors import CovaryError, refused
-from covary.targets import Target, target_of
+from covary.targets import Target
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a deployed run goes. Those with a twin in `covary.simulate` mean the same."""
+    """The settings of a deployed run. Those that `covary.simulate` has too mean the same here.
+
+    >>> from covary.flower import Settings
+    >>> Settings(rounds=20, local_epochs=1, batch_size=0.1, target="accuracy >= 0.9").min_clients
+    2
+    """
 
     rounds: int
     clients_per_round: int | float | None = None
@@ -28,11 +34,11 @@ class Settings:
     warm_start: bool = False
     weights: str = "uniform"
     target: str | None = None  # such as "accuracy >= 0.9"
-    eval_every: int = 1  # on all nodes that are there; 0 for never
+    eval_every: int = 1  # on all nodes that are online; 0 for never
     min_clients: int = 2  # nodes to wait for before the first round
     min_replies: int = 1  # a round with fewer is abandoned and tried again
-    round_timeout: float = 600.0  # seconds for a trip; who is later is left out
-    patience: float = 600.0  # seconds without a finished round, or without enough nodes, until the server gives up
+    round_timeout: float = 600.0  # seconds for an exchange; a node that replies later is left out
+    patience: float = 600.0  # seconds without a finished round, or without enough nodes, before the server gives up
     forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
     largest: float = 1e6  # uploads with larger numbers are refused
     screen: float | None = 5.0  # uploads with more than so many times the median norm are not counted
@@ -58,8 +64,8 @@ class Settings:
         if self.local_steps is not None and self.local_epochs is not None:
             came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
             raise CovaryError(f"{came} exclude each other. Give one of them.")
-        if self.target is not None and goal(self.target)[0] == "drift":
-            raise refused("target", "a loss or a metric", self.target, "Any one node can claim any drift.")
+        if self.target is not None and target_of(self.target)[0] == "drift":
+            raise refused("target", "a loss or a metric", self.target, "A single node can claim any drift.")
         for name in ("warm_start", "resume"):
             if not isinstance(getattr(self, name), bool):
                 raise refused(
@@ -105,9 +111,13 @@ def overridden(settings: Settings, wanted: Mapping[str, Any]) -> Settings:
     return replace(settings, **{name: _meant(name, value) for name, value in wanted.items() if name in ours})
 
 
-def goal(text: str) -> Target:
-    """The target of a text such as "accuracy >= 0.9"."""
-    target = target_of(text) if isinstance(text, str) else None
+def target_of(text: str) -> Target:
+    """The target of a text such as "accuracy >= 0.9".
+
+    >>> target_of("loss <= 0.1")
+    Target(metric='loss', direction=-1.0, value=0.1)
+    """
+    target = targets.target_of(text) if isinstance(text, str) else None
     if target is None:
         raise refused("target", 'a text such as "accuracy >= 0.9"', repr(text), "Name a metric.")
     return target

@@ -1,10 +1,10 @@
-"""Where a deployed run starts: the model and the algorithm, as a server tells them to nodes."""
+"""Where a deployed run starts: the model, and the algorithm as a server describes it to nodes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,31 @@ from jax.flatten_util import ravel_pytree
 
 from covary.algorithm import Algorithm
 from covary.errors import refused
-from covary.flower.client import form_of_params
+from covary.flower.fingerprint import form_of_params
 from covary.flower.merge import Arrays
 
 
-def start_of(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[Any], Any]]:
-    """x^0, the buffers, the model's fingerprint, and the way from x to the model's own form."""
+class Start(NamedTuple):
+    """What a model is at the start of a run."""
+
+    x: np.ndarray  # x^0
+    buffers: Arrays
+    form: str  # the model's fingerprint
+    unravel: Callable[[Any], Any]  # from x to the model's own form
+
+    @property
+    def about(self) -> str:
+        return f"{len(self.x)} numbers of {self.x.dtype}"
+
+
+def start_of(model: Any, seed: int) -> Start:
+    """Where a model starts: a module, a model with `init`, parameters, or a function that builds one of these."""
     if not hasattr(model, "named_parameters") and not hasattr(model, "init") and callable(model):
         return start_of(built(model, seed), seed)
     if hasattr(model, "named_parameters"):
         from covary.flower.torch import flat_parameters, float_buffers, form_of_module
 
-        return flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x
+        return Start(flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x)
     if hasattr(model, "init"):
         model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), model)  # in the types that JAX is set to
@@ -33,11 +46,11 @@ def start_of(model: Any, seed: int) -> tuple[np.ndarray, Arrays, str, Callable[[
     if x.dtype.kind != "f" or not x.size or not np.isfinite(x).all():
         came = f"{x.size} numbers of {x.dtype}"
         raise refused("model", "a model, a PyTorch module or finite parameters", came, "Try covary.models.")
-    return x, {}, form_of_params(params), lambda x: jax.tree.map(np.asarray, unravel(x))
+    return Start(x, {}, form_of_params(params), lambda x: jax.tree.map(np.asarray, unravel(x)))
 
 
 def built(build: Callable[[], Any], seed: int) -> Any:
-    """What a function of the user's builds, with PyTorch's generator, if there is one, seeded by the run's seed."""
+    """What the user's function builds, with PyTorch's generator, if it is imported, seeded by the run's seed."""
     torch = sys.modules.get("torch")
     if torch is None:
         return build()

@@ -17,15 +17,16 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from covary._engine.local import order_of_epoch
-from covary._engine.plan import batches_of
+from covary._engine.plan import batch_bounds, batches_of
 from covary.algorithm import Algorithm, Gradient
 from covary.checks import whole
 from covary.client import Guard, client_loop
 from covary.errors import refused
-from covary.flower.client import FACTORIES, Node, Privacy, Task, build_app, checked_privacy
 from covary.flower.limits import Limits, smallest_batch_of
+from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, checked_privacy
+from covary.flower.task import Draw, Work
 
-AT_ONCE = 4096  # examples in one go, where the batch does not matter
+AT_ONCE = 4096  # examples at once, where the batch does not matter
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
@@ -47,11 +48,11 @@ def torch_client_app(
 
     Parameters with `requires_grad=False` are left as they are and are not sent: every node has to build them alike.
     Float buffers, such as the running statistics of BatchNorm, are averaged over the clients and never corrected by
-    control variates; other buffers (its counter of batches) are not sent, and are as the module is built with them.
+    control variates. Other buffers, such as its counter of batches, are not sent and stay as the module is built.
 
-    Before each order the generators of PyTorch, NumPy and Python are seeded from the server's seed, the round, the trip
-    and the client's number. So a `DataLoader`'s order and dropout differ from round to round, and come again with the
-    seed. A `torch.manual_seed` in `module` or `loader` changes nothing of that.
+    Before each order the generators of PyTorch, NumPy and Python are seeded from the server's seed, the round, the
+    exchange and the client's number. So a `DataLoader`'s order and dropout differ from round to round, and repeat with
+    the seed. A `torch.manual_seed` in `module` or `loader` does not change that.
 
     Args:
         module: the model, or a function of Flower's `Context` that builds it.
@@ -77,7 +78,7 @@ def torch_client_app(
         own, tested = (part(context) if callable(part) else part for part in (loader, test))
         return TorchNode(built, loss, own, metrics, tested)
 
-    return build_app(node, state, checked_privacy(clip, noise, evaluate), limits, (*FACTORIES, *factories))
+    return build_app(node, Owner(state, checked_privacy(clip, noise, evaluate), limits, (*FACTORIES, *factories)))
 
 
 def flat_parameters(module: torch.nn.Module) -> np.ndarray:
@@ -100,7 +101,7 @@ def float_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def form_of_module(module: torch.nn.Module) -> str:
-    """A fingerprint of a module: names and shapes of what is trained and averaged, and what is frozen, bit by bit."""
+    """A fingerprint of a module: names and shapes of what is trained and averaged, and all bits of what is frozen."""
     digest = hashlib.sha256()
     for name, p in module.named_parameters():
         digest.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
@@ -121,7 +122,7 @@ def load_parameters(module: torch.nn.Module, x: Any) -> torch.nn.Module:
     """
     trained = _trained(module)
     flat = torch.as_tensor(np.array(x), dtype=trained[0].dtype, device=trained[0].device)
-    _put(trained, flat)
+    _set_parameters(trained, flat)
     return module
 
 
@@ -145,7 +146,7 @@ def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return list(found.values())
 
 
-def _put(trained: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
+def _set_parameters(trained: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
     sizes = [p.numel() for p in trained]
     if flat.shape != (sum(sizes),):
         raise refused("x", f"a vector of {sum(sizes)} numbers", f"shape {tuple(flat.shape)}", "Use the same module.")
@@ -185,19 +186,19 @@ class TorchNode:
         return self.data.smallest_batch(batch_size), self.data.per_epoch(batch_size)
 
     def work(
-        self, task: Task, algorithm: Algorithm, down: Any, client: Any, buffers: Any, privacy: Privacy
+        self, work: Work, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         load_buffers(self.module, buffers)
         self._restore_modes()
-        exchange, K = task.exchange(algorithm), self.steps(task.training)
-        with seeded(seed_of(task), self.device):
-            batches = self.data.batches(K, task) if exchange.step is not None else ()
+        exchange, K = work.exchange, self.steps(work.training)
+        with seeded(seed_of(work.draw), self.device):
+            batches = self.data.batches(K, work.training["batch_size"], work.draw)
             done = client_loop(
                 exchange,
                 self._vectors(down),
                 self._vectors(client),
                 self._full_gradient,
-                (self._gradient([batch]) for batch in batches),
+                (self._gradient([batch]) for batch in batches),  # none is drawn where there is no step
                 _guard(privacy) if privacy.used else None,
             )
         up, client = (type(t)(**{k: _numpy(v) for k, v in t._asdict().items()}) for t in done[:2])
@@ -205,7 +206,7 @@ class TorchNode:
 
     def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
         load_buffers(self.module, buffers)
-        _put(self.trained, self._vector(x))
+        _set_parameters(self.trained, self._vector(x))
         self.module.eval()
         try:
             values = self._mean(lambda batch: {"loss": self.loss(self.module, batch)}, self.data)
@@ -234,7 +235,7 @@ class TorchNode:
         """y -> the gradient of the mean loss over all these batches together."""
 
         def grad(y: torch.Tensor) -> torch.Tensor:
-            _put(self.trained, y)
+            _set_parameters(self.trained, y)
             total, rows = torch.zeros_like(y), 0
             for batch in batches:
                 loss = self.loss(self.module, _moved(batch, self.device))
@@ -247,7 +248,7 @@ class TorchNode:
         return grad
 
     def _full_gradient(self, y: torch.Tensor) -> torch.Tensor:
-        """Over all data; looking at it leaves no trace in the buffers."""
+        """The gradient over all data. The buffers stay as they are."""
         before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         gradient = self._gradient(self.data.everything())(y)
         for name, buffer in self.module.named_buffers():
@@ -277,22 +278,14 @@ class Tensors:
     def smallest_batch(self, batch_size: Any) -> int:
         return smallest_batch_of(batch_size, self.size)
 
-    def batches(self, K: int, task: Task) -> Iterator[Any]:
-        rule, batch, per_epoch = batches_of(task.training["batch_size"], np.array([self.size]))
+    def batches(self, K: int, batch_size: Any, draw: Draw) -> Iterator[Any]:
+        rule, batch, per_epoch = batches_of(batch_size, np.array([self.size]))
         parts, rows = int(per_epoch[0]), int(batch[0])
         order = np.empty(0, int)
         for k in range(K):
-            epoch, j = divmod(k, parts)
-            if j == 0:
-                order = order_of_epoch(task.seed, task.round, task.trip, task.number, epoch, self.size)
-            low, high = (
-                (j * rows, (j + 1) * rows)
-                if rule == "rows"
-                else (
-                    j * self.size // parts,
-                    (j + 1) * self.size // parts,
-                )
-            )
+            if k % parts == 0:
+                order = order_of_epoch(draw.seed, draw.round, draw.exchange, draw.client, k // parts, self.size)
+            low, high = batch_bounds(rule, rows, parts, self.size, k)
             places = torch.as_tensor(order[low:high])
             yield jax.tree.map(lambda leaf, places=places: leaf[places], self.data)
 
@@ -302,7 +295,7 @@ class Tensors:
 
 
 class Loader:
-    """Batches that somebody else makes, such as a `DataLoader`."""
+    """Batches that are made elsewhere, such as by a `DataLoader`."""
 
     def __init__(self, data: Any):
         if not hasattr(data, "__iter__") or not hasattr(data, "__len__"):
@@ -326,8 +319,8 @@ class Loader:
     def smallest_batch(self, batch_size: Any) -> int:
         return self.size  # the node's own choice, not the server's
 
-    def batches(self, K: int, task: Task) -> Iterator[Any]:
-        reseed(self.data, seed_of(task))
+    def batches(self, K: int, batch_size: Any, draw: Draw) -> Iterator[Any]:
+        reseed(self.data, seed_of(draw))
         taken = 0
         while taken < K:
             before = taken
@@ -343,9 +336,9 @@ class Loader:
         yield from self.data
 
 
-def seed_of(task: Task) -> int:
-    """What the generators are seeded with for one order: another for every round, trip and client."""
-    digest = hashlib.sha256(f"{task.seed} {task.round} {task.trip} {task.number}".encode()).digest()
+def seed_of(draw: Draw) -> int:
+    """What the generators are seeded with for one order: another for every round, exchange and client."""
+    digest = hashlib.sha256(f"{draw.seed} {draw.round} {draw.exchange} {draw.client}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 

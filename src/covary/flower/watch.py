@@ -1,4 +1,4 @@
-"""A grid whose calls end. Flower's own retries a SuperLink that is gone without limit, and holds the checkpoint."""
+"""A grid whose calls end. Flower's own retries without limit when the SuperLink is gone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flwr.serverapp import Grid
 
 from covary.errors import CovaryError
 
-LEAST = 30.0  # seconds: a large model takes its time on a slow line
-LOOK = 0.5  # seconds between two looks: a signal that another thread raises is seen between them only
+LEAST = 30.0  # seconds: a large model takes long on a slow line
+POLL = 0.5  # seconds between two looks at a call; signals are handled between them
 
 
 class WatchedGrid:
-    """The calls that covary makes of a grid, each given up after `patience` seconds."""
+    """The calls that covary makes on a grid. Each is given up after `patience` seconds."""
 
     def __init__(self, grid: Grid, patience: float):
         self.grid, self.patience = grid, max(patience, LEAST)
@@ -33,7 +33,7 @@ class WatchedGrid:
         return list(self._within(self.grid.pull_messages, ids))
 
     def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call returns. One that does not is left behind in its thread, which ends with the process."""
+        """What a call returns. A call that hangs is left behind in its thread, which ends with the process."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -45,10 +45,10 @@ class WatchedGrid:
         threading.Thread(target=run, name=call.__name__, daemon=True).start()
         deadline = time.monotonic() + self.patience
         while not future.done() and time.monotonic() < deadline:
-            wait([future], LOOK)
+            wait([future], POLL)
         if future.done():
             return future.result()
         raise CovaryError(
-            f"The SuperLink has not answered for {self.patience:g} s. What is counted is on the disk: start the "
-            "SuperLink, then this run again with resume=true."
+            f"The SuperLink has not answered for {self.patience:g} s. The rounds that were counted are saved: start "
+            "the SuperLink, and then this run again with resume=true."
         )

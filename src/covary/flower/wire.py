@@ -52,15 +52,15 @@ def vectors_of(message: Message, group: str, like: Mapping[str, Any], largest: f
             raise CovaryError(f"{what} is {came}, expected {expected.dtype} of shape {expected.shape}")
         array = _numbers(what, sent.data, expected)
         if not np.isfinite(array).all():
-            raise CovaryError(f"{what} has NaN or infinity in it")
+            raise CovaryError(f"{what} contains NaN or infinity")
         if largest is not None and array.size and np.abs(array).max() > largest:
-            raise CovaryError(f"{what} has numbers up to {np.abs(array).max():.3g}, more than {largest:.3g} is refused")
+            raise CovaryError(f"{what} has numbers up to {np.abs(array).max():.3g}; at most {largest:.3g} is allowed")
         arrays[name] = array
     return arrays
 
 
 def _numbers(what: str, data: bytes, expected: np.ndarray) -> np.ndarray:
-    """The array in NumPy's own format, which is compared, not parsed: nothing is done that the bytes ask for."""
+    """The array in NumPy's own format. Its header is compared, not parsed: nothing in the bytes is interpreted."""
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(expected))
     start = header.getvalue()
@@ -70,18 +70,13 @@ def _numbers(what: str, data: bytes, expected: np.ndarray) -> np.ndarray:
 
 
 def check_content(content: RecordDict, groups: Iterable[str], most: int) -> None:
-    """Refuse a reply with other records than expected, or of more bytes, before anything in it is decoded."""
+    """Refuse a reply with other records than expected, or with more bytes, before anything in it is decoded."""
     strange = set(content) - {FACTS, *groups}
     if strange:
-        raise CovaryError(f"{len(strange)} records in it were not asked for")
+        raise CovaryError(f"its reply has {len(strange)} records that were not asked for")
     size = bytes_of(content)
     if size > most:
-        raise CovaryError(f"it has {size:,} bytes, and a right one has at most {most:,}")
-
-
-def shown(text: Any, most: int = 300) -> str:
-    """What a node said, fit for a terminal: in one line, without control characters."""
-    return str(text)[:most].encode("unicode_escape").decode("ascii")
+        raise CovaryError(f"its reply has {size:,} bytes, and at most {most:,} are expected")
 
 
 def nbytes(arrays: Mapping[str, np.ndarray]) -> int:

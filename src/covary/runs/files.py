@@ -1,6 +1,7 @@
-"""Files that survive a crash: written whole or not at all, checked when read, held by one process at a time.
+"""Files that survive a crash: replaced atomically, checked by a checksum, and locked by one process at a time.
 
-Nothing here trusts what it reads: links are not followed, and a file may be no larger than it can rightly be.
+A file that is read may be hostile: links are not followed, and the size is limited. Locks and these checks need a
+POSIX system, and so do checkpoints, run folders and deployments.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from covary.errors import CovaryError
-from covary.runs import machine
+from covary.runs.machine import host_memory
 
 Content = tuple[dict[str, np.ndarray], dict[str, Any]]
-"""Arrays by name, and facts about them that JSON can hold."""
+"""Arrays by name, and facts about them as JSON."""
 
 
 class Damaged(CovaryError):
-    """A file is not what was written."""
+    """A file is damaged: its content is not what covary wrote."""
 
 
 class File:
@@ -44,22 +45,22 @@ class File:
     """
 
     def __init__(self, path: Path, private: bool = False):
-        self.path, self.private = path, private  # private: for nobody else to read
+        self.path, self.private = path, private  # private: readable by its owner only
 
     def write(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-        """Replace the file. When this returns, the new content is on the disk; before, the old one is."""
+        """Replace the file atomically. When this returns, the new content is on the disk."""
         arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-        told = json.dumps(facts, allow_nan=False, default=lambda number: number.item())
-        content = save(arrays, {"facts": told, "sha256": _digest(arrays, told)})
+        text = json.dumps(facts, allow_nan=False, default=lambda number: number.item())
+        content = save(arrays, {"facts": text, "sha256": _digest(arrays, text)})
         replace(self.path, content, self.private)
 
     def read(self, most: int | None = None) -> Content | None:
-        """The content, or None if there is no file. A file that is not what was written is refused.
+        """The content, or None if there is no file. A damaged file is an error.
 
-        So is one of more than `most` bytes, or of half the memory, before it is read.
+        A file of more than `most` bytes (by default half the memory) is an error before it is read.
         """
         try:
-            raw = content_of(self.path, machine.memory() // 2 if most is None else most)
+            raw = content_of(self.path, host_memory() // 2 if most is None else most)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -73,13 +74,13 @@ class File:
             whole, arrays, facts = False, {}, {}
         if not whole:
             raise Damaged(
-                f"{self.path} is damaged: its checksum does not fit its content. Restore it from a backup or remove it."
+                f"{self.path} is damaged: its checksum does not match. Restore it from a backup or remove it."
             )
         return arrays, facts
 
 
-def _digest(arrays: Mapping[str, np.ndarray], told: str) -> str:
-    digest = hashlib.sha256(told.encode())
+def _digest(arrays: Mapping[str, np.ndarray], facts: str) -> str:
+    digest = hashlib.sha256(facts.encode())
     for name in sorted(arrays):
         digest.update(f"\0{name} {arrays[name].dtype} {arrays[name].shape}\0".encode())
         digest.update(arrays[name].tobytes())
@@ -87,7 +88,7 @@ def _digest(arrays: Mapping[str, np.ndarray], told: str) -> str:
 
 
 def replace(path: Path, content: bytes, private: bool = False) -> None:
-    """Put a file in the place of another, if there is one: at every moment there is the old one or the new one."""
+    """Write a file atomically: after a crash it has either the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
     draft = path.with_name(path.name + ".draft")
     draft.unlink(missing_ok=True)
@@ -105,7 +106,7 @@ def replace(path: Path, content: bytes, private: bool = False) -> None:
 
 
 def content_of(path: Path, most: int) -> bytes:
-    """What is in a file of at most so many bytes. What is no file (a link, a pipe, a device) is refused."""
+    """The content of a regular file of at most `most` bytes. A link, pipe or device is an error."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -114,14 +115,14 @@ def content_of(path: Path, most: int) -> bytes:
         if not path.is_symlink():
             raise CovaryError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
         raise Damaged(
-            f"{path} is a link, and covary follows none in its folders. Put the file itself there."
+            f"{path} is a link. covary does not follow links in its folders. Replace it by the file itself."
         ) from error
     try:
         about = os.fstat(number)
         if not stat.S_ISREG(about.st_mode):
-            raise Damaged(f"{path} is not a file. Remove it.")
+            raise Damaged(f"{path} is not a regular file. Remove it.")
         if about.st_size > most:
-            raise Damaged(f"{path} has {about.st_size:,} bytes, and at most {most:,} can be right. Remove it.")
+            raise Damaged(f"{path} has {about.st_size:,} bytes; at most {most:,} are allowed. Remove it.")
         with open(number, "rb", closefd=False) as file:
             return file.read(about.st_size)
     finally:
@@ -129,37 +130,36 @@ def content_of(path: Path, most: int) -> bytes:
 
 
 def refuse_links(folder: Path) -> None:
-    """A folder to write in has files and folders of its own, not links to others' files.
+    """Raise an error if a folder contains a link, because writing through it would change another file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
     ...     (Path(folder) / "results.jsonl").symlink_to("elsewhere")
     ...     refuse_links(Path(folder))
     Traceback (most recent call last):
-    covary.errors.CovaryError: .../results.jsonl is a link: what is written there would change another file. Remove it.
+    covary.errors.CovaryError: .../results.jsonl is a link: writing to it would change another file. Remove it.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
-                what = "is a link: what is written there would change another file"
-                raise CovaryError(f"{entry.path} {what}. Remove it.")
+                raise CovaryError(f"{entry.path} is a link: writing to it would change another file. Remove it.")
             if not entry.is_file() and not entry.is_dir():
                 raise CovaryError(f"{entry.path} is neither a file nor a folder. Remove it.")
 
 
 @contextlib.contextmanager
 def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator[None]:
-    """Hold a folder against other processes; the operating system lets go of it when this process ends, however.
+    """Lock a folder for this process. The operating system releases the lock when the process ends, even by a crash.
 
-    A private folder is closed to other users, even if it was open to them before.
+    A private folder loses the permissions of other users.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)), held(Path(folder)):  # doctest: +ELLIPSIS
     ...     pass
     Traceback (most recent call last):
-    covary.errors.CovaryError: ... is in use by process .... Wait until it ends, or give another folder.
+    covary.errors.CovaryError: ... is in use by process .... Wait until it ends, or choose another folder.
     """
-    import fcntl  # not on Windows, where the rest of covary works
+    import fcntl  # POSIX only; imported here so that the rest of the module can be imported without it
 
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
@@ -169,7 +169,7 @@ def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(folder / "lock", flags, 0o600 if private else 0o644)
     except (OSError, ValueError) as error:
-        raise CovaryError(f"{folder} cannot be written to ({error}). Give another folder.") from None
+        raise CovaryError(f"{folder} cannot be written to ({error}). Choose another folder.") from None
     deadline = time.monotonic() + patience
     try:
         while True:
@@ -179,10 +179,10 @@ def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator
             except OSError:
                 if time.monotonic() >= deadline:
                     holder = content_of(folder / "lock", 100).decode(errors="replace").strip() or "unknown"
-                    fix = "Wait until it ends, or give another folder."
+                    fix = "Wait until it ends, or choose another folder."
                     raise CovaryError(f"{folder} is in use by process {holder}. {fix}") from None
                 time.sleep(0.05)
-        with contextlib.suppress(OSError):  # where the disk is full, nobody is told who holds it
+        with contextlib.suppress(OSError):  # on a full disk the lock file has no process id
             os.truncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
         yield

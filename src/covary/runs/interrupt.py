@@ -1,4 +1,4 @@
-"""Stopping when asked: Ctrl-C and SIGTERM are heard between chunks of rounds, so that what was done can be saved."""
+"""Stopping on Ctrl-C and SIGTERM between chunks of rounds, so that the run can be saved."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped and saved; calling again with the same arguments goes on."""
+    """A run was stopped and saved. A call with the same arguments resumes it."""
 
     def __init__(self, folder: Path, round: int):
         self.folder, self.round = folder, round
-        super().__init__(f"Stopped after round {round}, saved in {folder}. The same call goes on from there.")
+        super().__init__(f"Stopped after round {round}. The run is saved in {folder}; the same call resumes it.")
 
 
 class Interruption:
-    """Whether someone asked to stop."""
+    """Whether the user asked to stop."""
 
     asked = False
 
@@ -33,9 +33,9 @@ class Interruption:
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[Interruption]:
-    """Remember the first Ctrl-C or SIGTERM; the second acts as ever. Only the main thread can hear them.
+    """Remember the first Ctrl-C or SIGTERM; the second one stops the process. Only the main thread gets signals.
 
-    A signal that the process was told to ignore, as `nohup` does, is ignored.
+    A signal that the process ignores, as under `nohup`, stays ignored.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

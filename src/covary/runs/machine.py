@@ -22,7 +22,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def memory() -> int:
+def host_memory() -> int:
     """Bytes of the host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -32,7 +32,7 @@ def device_memory() -> int:
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or memory())
+    return int(stats.get("bytes_limit") or host_memory())
 
 
 def device() -> str:

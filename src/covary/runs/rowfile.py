@@ -1,4 +1,4 @@
-"""Rows of numbers in a file, read and written by their place."""
+"""A file of rows of equal size, read and written by row number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covary.errors import CovaryError, refused
 
 
 class RowFile:
-    """A file of equal rows, read and written by their number; neighbours in one go."""
+    """A file of rows of equal size, read and written by row number; consecutive rows take one call."""
 
     def __init__(self, path: Path, row_shape: tuple[int, ...], dtype: Any, mode: str, skip: int = 0):
         self.row_shape, self.dtype, self._skip = row_shape, np.dtype(dtype), skip
@@ -25,7 +25,7 @@ class RowFile:
         try:
             self._file = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
         except FileExistsError:
-            fix = "Give a new folder: states of another run are not overwritten."
+            fix = "Choose a new folder: the states of another run are not overwritten."
             raise refused("store", "a folder without client states", str(path), fix) from None
         self._close = weakref.finalize(self, os.close, self._file)
         self._path = path
@@ -37,12 +37,12 @@ class RowFile:
         return out
 
     def read_into(self, out: np.ndarray, first: int) -> None:
-        """Fill `out`, one row or several, from row `first` on."""
+        """Fill `out`, one or several rows, starting at row `first`."""
         view, at = _bytes(out), self._skip + first * self._bytes
         while view:
             got = os.preadv(self._file, [view], at)
             if got == 0:
-                raise CovaryError(f"{self._path} ends before row {first}: it was cut short. Make it again.")
+                raise CovaryError(f"{self._path} is truncated: it ends before row {first}. Write it again.")
             view, at = view[got:], at + got
 
     def write(self, places: np.ndarray, rows: np.ndarray) -> None:
@@ -55,19 +55,19 @@ class RowFile:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                         raise
                     raise CovaryError(
-                        f"The disk is full: client states could not be written to {self._path} ({error.strerror}). "
-                        "Free some space, or give another folder: store='/path/with/room'."
+                        f"The disk is full: client states cannot be written to {self._path} ({error.strerror}). "
+                        "Free some space, or choose another folder: store='/path/with/space'."
                     ) from error
                 view, at = view[done:], at + done
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where neighbours follow each other: (first, one past the last) for each such run."""
+    """The ranges of consecutive rows: (first, one past the last) of each."""
     ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """A contiguous array's memory."""
+    """The memory of a contiguous array."""
     flat: Any = array.reshape(-1).view(np.uint8)
     return memoryview(flat)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.devices import memory
 from covary._engine.plan import batches_of
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import CovaryError, refused
 from covary.problem import Problem
+from covary.runs.machine import device_memory
 from covary.simulate import simulate
 from covary.theory.estimate import Estimate, mean_error, refuse_nan
 from covary.theory.oracle import Oracle
@@ -190,7 +190,7 @@ def gradient_noise(
         ]
     )
     taken = np.minimum(sizes, count)
-    at_once = max(1, int(memory() / 8 / x.nbytes))
+    at_once = max(1, int(device_memory() / 8 / x.nbytes))
     squares = []
     for first in range(0, len(ids), at_once):
         some = slice(first, first + at_once)
@@ -229,7 +229,7 @@ def control_lag(problem: Problem | Oracle, c_i: Any, x: Any, *, weights: str = "
     x, N = oracle.at(x), oracle.problem.n_clients
     if np.shape(c_i) != (N, x.size):
         raise refused("c_i", f"of shape {(N, x.size)}", f"shape {np.shape(c_i)}", "Pass run.clients.c_i.")
-    at_once, total = max(1, int(memory() / 8 / x.nbytes)), 0.0
+    at_once, total = max(1, int(device_memory() / 8 / x.nbytes)), 0.0
     for first in range(0, N, at_once):
         ids = np.arange(first, min(N, first + at_once))
         apart = np.asarray(c_i[ids[0] : ids[-1] + 1]) - np.asarray(oracle.gradients(x, oracle.clients(ids)))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from covary._engine.devices import memory
 from covary.checks import whole
 from covary.errors import CovaryError
 from covary.problem import Problem
+from covary.runs.machine import device_memory
 from covary.theory.estimate import Estimate, refuse_nan
 from covary.theory.lanczos import lanczos
 from covary.theory.oracle import Oracle
@@ -72,7 +72,7 @@ def curvature(
     if clients is None:
         clients = N if N * product * STEPS <= CHEAP else 16
     steps = d if d <= SMALL else STEPS
-    room = memory() / 4 / (2 * x.nbytes)  # vectors
+    room = device_memory() / 4 / (2 * x.nbytes)  # vectors
     ids, others = _most_responsive(oracle, x, min(N, whole("clients", clients, 2), max(2, int(room / steps))))
     steps = max(4, min(steps, int(room / len(ids))))
     own = oracle.clients(ids)

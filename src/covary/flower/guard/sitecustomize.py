@@ -1,9 +1,9 @@
-"""Python runs this file at the start of each process of a node: it imports approved apps only, and keeps their errors.
+"""Python runs this file when a process of a node starts: only approved apps are imported, and their errors stay here.
 
 A SuperNode puts the folder of an app on `sys.path` and imports the app. The SuperLink chooses that folder: Flower makes
-its name of an app's version without a check, and "/../../tmp/x" is a version. So this file checks what Python imports,
-and not only where Flower installs. And Flower sends the text of an app's error to the server, which may quote the data
-that the app reads when it is imported. `covary node` sets COVARY_APPS.
+its name of the app's version without a check, and "/../../tmp/x" is a version. So this file checks what Python imports,
+and not only where Flower installs. Flower also sends the text of an app's error to the server, and that text
+may quote data that the app reads when it is imported. `covary node` sets COVARY_APPS.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ UNAPPROVED = "is not an app that this node's owner has approved"
 
 
 class ImportFailed(ImportError):
-    """An approved app failed when it was imported. What it said is in this node's log."""
+    """An approved app failed when it was imported. This node's log has the error."""
 
 
 class OnlyApproved:
-    """Stands before Python's own finders, and removes folders that came onto `sys.path` unapproved.
+    """A finder before Python's own, which removes folders that were put on `sys.path` without approval.
 
     >>> import importlib.util, sys
     >>> guard = OnlyApproved(approved=["/var/lib/covary/flower/apps/you.my-hospital.1.0.0.2b0f5a1c"])
@@ -56,7 +56,7 @@ class OnlyApproved:
         return path is not None and any(os.path.realpath(path).startswith(app + os.sep) for app in self.approved)
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Where Flower is about to install another app, end it by name rather than by a path that is not writable."""
+        """Where Flower is about to install another app, refuse it by name: its own error would quote a path."""
         if event == "os.mkdir" and isinstance(arguments[0], str | os.PathLike):
             place = str(os.fspath(arguments[0]))
             here = any(place.startswith(os.path.dirname(app) + os.sep) for app in self.approved)
@@ -65,7 +65,7 @@ class OnlyApproved:
 
 
 class Discreet(Loader):
-    """A loader of an app's modules. An error at import is told to this process's log, and not to who imports."""
+    """A loader of an app's modules. The text of an error at import goes to this process's log only."""
 
     def __init__(self, loader: Any):
         self.loader = loader

@@ -15,7 +15,7 @@ UNITS = ("covary-superlink.service", "covary-gate.service", "covary-node.service
 
 
 class _AtWords(Template):
-    """For files in which $ means something."""
+    """A template for files that use $ themselves."""
 
     delimiter = "@"
 
@@ -27,7 +27,7 @@ def gate(
     run: str = "/run/covary-gate",
     log: str = SYSLOG,
 ) -> str:
-    """The nginx configuration that stands between a SuperLink and the network.
+    """The nginx configuration of the gate between the network and a SuperLink.
 
     Args:
         listen: the public port, or address and port.
