@@ -78,15 +78,15 @@ def upward(graph: Graph, room: str) -> list[str]:
 
 
 def cycles(graph: Graph) -> list[str]:
-    """Circles of imports; each is opened at one place to find the next."""
-    left, found = {node: set(others) for node, others in graph.items()}, []
+    """Cycles of imports; each is opened at one place to find the next."""
+    left, found = {node: sorted(graph[node]) for node in sorted(graph)}, []
     while True:
         try:
             graphlib.TopologicalSorter(left).prepare()
         except graphlib.CycleError as error:
-            circle = error.args[1][::-1]  # each imports the next
-            left[circle[0]].remove(circle[1])
-            found.append(" imports ".join(circle))
+            cycle = error.args[1][::-1]  # each imports the next
+            left[cycle[0]].remove(cycle[1])
+            found.append(" imports ".join(cycle))
         else:
             return found
 
@@ -135,18 +135,19 @@ def _place(room: str) -> tuple[int, str]:
 
 
 def _short(module: str, room: str) -> str:
-    """A module's name for a reader inside a room."""
-    return module.removeprefix("covary.").removeprefix(f"{room}.")
+    """A module's name for a reader inside a room: its own modules have a dot in front, as in a relative import."""
+    inner = module.removeprefix("covary.")
+    return inner.removeprefix(room) or room if room_of(module) == room else inner
 
 
 def wrong(graph: Graph) -> list[str]:
     """Everything that is not as it should be."""
     found = [f"{module} is in no room" for module in strangers(graph)]
     found += [line for room in LEVEL for line in upward(graph, room)]
-    return found + [f"A circle: {circle}" for circle in [*cycles(graph), *cycles(rooms(graph))]]
+    return found + [f"a cycle: {cycle}" for cycle in [*cycles(graph), *cycles(rooms(graph))]]
 
 
 if __name__ == "__main__":
     graph = modules()
-    lines = [*drawing(graph), "", *(wrong(graph) or ["Every import points down, and none in a circle."])]
+    lines = [*drawing(graph), "", *(wrong(graph) or ["Every import points down, and there is no cycle."])]
     print("\n".join(lines))  # noqa: T201

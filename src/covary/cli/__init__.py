@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from covary import __version__
 from covary.cli import bench, compare, data, deploy, diagnose, report, reproduce, train
 from covary.errors import CovaryError
+from covary.runs import machine
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command()(compare.compare)
@@ -32,7 +32,7 @@ app.add_typer(data.app, name="data")
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"covary {__version__}")
+        typer.echo(f"covary {machine.versions('covary').get('covary', 'of unknown version')}")
         raise typer.Exit
 
 

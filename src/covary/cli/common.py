@@ -13,6 +13,7 @@ import typer
 
 from covary import algorithms
 from covary.algorithm import Algorithm
+from covary.checks import whole
 from covary.cli.problems import Divided
 from covary.cli.terminal import Terminal, open_in_browser
 from covary.errors import CovaryError, refused
@@ -72,6 +73,17 @@ MAY_DIFFER = (
     "quiet",
     "show",
     "track",
+)
+TRAINING = (
+    "rounds",
+    "clients_per_round",
+    "local_steps",
+    "local_epochs",
+    "batch_size",
+    "warm_start",
+    "weights",
+    "target",
+    "checkpoint_every",
 )
 REPORT = "report.html"
 
@@ -167,24 +179,15 @@ def factory_of(name: str) -> Callable[..., Algorithm]:
     return ALGORITHMS[name]
 
 
-def training(
-    clients_per_round: float | None,
-    local_steps: int | None,
-    local_epochs: int | None,
-    batch_size: float | None,
-    warm_start: bool,
-    weights: str,
-    target: float | None,
-    of: Divided,
-) -> dict[str, Any]:
+def training(context: typer.Context, of: Divided) -> dict[str, Any]:
     """The options of a training run, as `simulate` and `sweep` take them."""
+    options = {name: context.params[name] for name in TRAINING}
+    target = options["target"]
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")
-    return {
-        **of.sampling(clients_per_round, batch_size),
-        "local_steps": local_steps,
-        "local_epochs": 5 if local_epochs is None and local_steps is None else local_epochs,
-        "warm_start": warm_start,
-        "weights": weights,
-        "target": None if target is None else ("accuracy", target),
-    }
+    for name in ("rounds", "checkpoint_every"):
+        whole(f"--{name.replace('_', '-')}", options[name], 1)
+    if options["local_steps"] is None and options["local_epochs"] is None:
+        options["local_epochs"] = 5
+    options |= of.sampling(options["clients_per_round"], options["batch_size"])
+    return options | {"target": None if target is None else ("accuracy", target)}

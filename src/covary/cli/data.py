@@ -52,6 +52,7 @@ def emnist(
 
 @app.command()
 def show(
+    context: typer.Context,
     dataset: problems.Dataset = "digits",
     root: problems.Root = None,
     clients: problems.Clients = None,
@@ -78,7 +79,7 @@ def show(
     if out.suffix != ".png" or not out.parent.is_dir():
         raise refused("--out", "a .png file in a folder that exists", out, "Try --out clients.png.")
     terminal = Terminal(as_json, quiet)
-    of = problems.divided(dataset, root, clients, similarity, alpha, seed, client_column, label, test, ignore)
+    of = problems.divided(context, alpha, seed)
     for note in of.notes:
         terminal.say(note, style="dim")
     counts = of.data.label_counts()

@@ -67,7 +67,7 @@ def diagnose(
     if check and aim is None:
         raise CovaryError("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
     RunFolder.refuse_unwritable(out)
-    of = problems.divided(dataset, root, clients, similarity, alpha, seed, client_column, label, test, ignore)
+    of = problems.divided(context, alpha, seed)
     problem = of.problem(hidden)
     for note in of.notes:
         terminal.say(note, style="dim")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 
-from covary.data import datasets, partition
-from covary.data.federated import FederatedData
 from covary.errors import CovaryError, refused
-from covary.models import logistic_regression, mlp
-from covary.problem import Problem, supervised
+
+if TYPE_CHECKING:
+    from covary.data.federated import FederatedData
+    from covary.problem import Problem
 
 NAMES = ("digits", "emnist", "fashion-mnist", "heart-disease")
 KNOWN = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
@@ -54,6 +54,9 @@ class Divided:
 
     def problem(self, hidden: int) -> Problem:
         """Logistic regression on the data, or a network with so many hidden units."""
+        from covary.models import logistic_regression, mlp
+        from covary.problem import supervised
+
         x, y = self.data.examples
         features, classes = int(np.prod(x.shape[1:])), int(max(y.max(), self.test[1].max())) + 1
         classes = max(classes, len(self.labels or []))
@@ -80,29 +83,23 @@ def _count(value: float) -> int | float | None:
     return None if value == 0 else int(value) if float(value).is_integer() else value
 
 
-def divided(
-    dataset: str,
-    root: Path | None = None,
-    clients: int | None = None,
-    similarity: float | None = None,
-    alpha: float | None = None,
-    seed: int = 0,
-    client_column: str | None = None,
-    label: str | None = None,
-    test: Path | None = None,
-    ignore: list[str] | None = None,
-) -> Divided:
-    """The training examples divided as asked, and the test examples."""
+def divided(context: typer.Context, alpha: float | None = None, seed: int = 0) -> Divided:
+    """The data set that a command's options name, its training examples divided as they ask, and the test examples."""
+    from covary.data import datasets, partition
+
+    dataset, root, clients, similarity = (context.params[n] for n in ("dataset", "root", "clients", "similarity"))
+    columns = {name: context.params[name] or None for name in ("client_column", "label", "test", "ignore")}
     if similarity is not None and alpha is not None:
         raise CovaryError("--similarity and --alpha are two ways to divide the data. Give one of them.")
-    if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists() or client_column or label):
+    named = columns["client_column"] or columns["label"]
+    if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists() or named):
         if (root, clients, similarity, alpha) != (None, None, None, None):
             raise CovaryError(
                 "The clients of a CSV file come from its client column. Leave out --root, --clients, --similarity and "
                 "--alpha."
             )
-        return _table(dataset, client_column, label, test, ignore)
-    if (client_column, label, test, ignore or None) != (None, None, None, None):
+        return _table(dataset, **columns)
+    if any(columns.values()):
         raise CovaryError(
             f"--client-column, --label, --test and --ignore need a CSV file, but the data set is {dataset}. Name the "
             "file: covary run --data FILE.csv."
@@ -124,7 +121,8 @@ def divided(
     return Divided(partition.by_similarity(x, y, clients, similarity, seed), tested, title)
 
 
-def _images(dataset: str, root: Path | None) -> tuple[Pair, Pair]:
+def _images(dataset: str, root: str | Path | None) -> tuple[Pair, Pair]:
+    from covary.data import datasets
     from covary.experiments.common import load_emnist
 
     if dataset == "digits":
@@ -138,8 +136,10 @@ def _images(dataset: str, root: Path | None) -> tuple[Pair, Pair]:
 
 
 def _table(
-    dataset: str, client_column: str | None, label: str | None, test: Path | None, ignore: list[str] | None
+    dataset: str, client_column: str | None, label: str | None, test: str | None, ignore: list[str] | None
 ) -> Divided:
+    from covary.data import datasets, partition
+
     if Path(dataset).exists() and (client_column is None or label is None):
         raise CovaryError(
             f"{dataset} is a CSV file. Name its client column and its label column, for example "

@@ -29,14 +29,10 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from covary._engine.checkpoint import CheckpointWarning
 from covary.errors import DivergenceWarning
-from covary.problem import ENGINE_COLUMNS
 from covary.runs.folder import plain
 from covary.trackers import TrackerWarning
 
-COVARY_WARNINGS = (DivergenceWarning, CheckpointWarning, TrackerWarning)
-NOT_SHOWN = {*ENGINE_COLUMNS, "running"} - {"loss"}
 SECONDS = 10.0  # between two lines of progress, without a terminal
 
 
@@ -87,13 +83,16 @@ class Terminal:
     @contextlib.contextmanager
     def warned(self) -> Iterator[None]:
         """Print covary's own warnings as sentences, and hide those of libraries."""
+        from covary._engine.checkpoint import CheckpointWarning
+
+        own = (DivergenceWarning, CheckpointWarning, TrackerWarning)
 
         def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
-            if issubclass(category, COVARY_WARNINGS):
+            if issubclass(category, own):
                 self.say(str(message), style="yellow")
 
         with warnings.catch_warnings():
-            for category in COVARY_WARNINGS:
+            for category in own:
                 warnings.simplefilter("always", category)
             warnings.showwarning = show
             yield
@@ -168,7 +167,10 @@ def metrics_text(values: dict[str, float]) -> str:
     >>> metrics_text({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
     'loss 0.25'
     """
-    shown = {name: value for name, value in values.items() if name not in NOT_SHOWN and not math.isnan(value)}
+    from covary.problem import ENGINE_COLUMNS
+
+    not_shown = {*ENGINE_COLUMNS, "running"} - {"loss"}
+    shown = {name: value for name, value in values.items() if name not in not_shown and not math.isnan(value)}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -19,7 +19,9 @@ from covary.cli.common import factory_of
 from covary.cli.terminal import Bar, Lines, Terminal, best_text, metrics_text
 from covary.errors import CovaryError, refused
 from covary.runs.folder import RunFolder
-from covary.sweep import Sweep
+
+if TYPE_CHECKING:
+    from covary.sweep import Sweep
 
 
 def run(
@@ -73,12 +75,10 @@ def run(
     terminal = Terminal(as_json, quiet)
     given = {"eta_l": eta_l, "eta_g": eta_g, "mu": mu, "alpha": alpha, "eta": eta, "option": option}
     chosen = _build(algorithm, given)
-    whole("--rounds", rounds, 1)
     tracker = _tracker(track)
-    of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
+    of = problems.divided(context)
     problem = of.problem(hidden)
-    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of)
-    options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
+    options = common.training(context, of)
     for note in of.notes:
         terminal.say(note, style="dim")
     started, begun = time.perf_counter(), False
@@ -98,7 +98,7 @@ def run(
                     also(number, values)
 
             options |= {"log": log, "checkpoint": folder.checkpoint}
-            result = simulate(chosen, problem, rounds=rounds, seed=seed, **options)
+            result = simulate(chosen, problem, seed=seed, **options)
             folder.rewrite(_records(result.history))  # restores lines that a power failure cut off
         seconds = time.perf_counter() - started
         last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v) and name != "round"}
@@ -165,12 +165,10 @@ def sweep(
     grid = {"eta_l": _numbers("--eta-l", eta_l)}
     if eta_g is not None:
         grid["eta_g"] = _numbers("--eta-g", eta_g)
-    of = problems.divided(dataset, root, clients, similarity, None, 0, client_column, label, test, ignore)
+    of = problems.divided(context)
     problem = of.problem(hidden)
-    options = common.training(clients_per_round, local_steps, local_epochs, batch_size, warm_start, weights, target, of)
-    whole("--rounds", rounds, 1)
+    options: dict[str, Any] = common.training(context, of) | {"race": race}
     whole("--seeds", seeds, 1)
-    options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1), "race": race}
     for note in of.notes:
         terminal.say(note, style="dim")
     started = time.perf_counter()
@@ -183,7 +181,7 @@ def sweep(
                 progress.update(number, f"{algorithm}  {best_text(values)}")
 
             options |= {"log": log, "checkpoint": folder.checkpoint, "measure_loss": True}
-            tried = swept(factory, problem, grid, list(range(seeds)), rounds=rounds, **options)
+            tried = swept(factory, problem, grid, list(range(seeds)), **options)
         folder.rewrite(_with_curves(tried))
         seconds = time.perf_counter() - started
         terminal.show(sweep_table(tried, f"{algorithm} on {of.title}: {len(tried.table)} runs in {seconds:.1f} s"))

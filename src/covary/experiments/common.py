@@ -139,6 +139,7 @@ def attempt(
     target: float | None,
     log: Log | None = None,
     checkpoint: Path | None = None,
+    *,
     measure_loss: bool = False,
 ) -> Sweep:
     """The runs of a cell at some step-sizes, with every seed: a race to the target accuracy if there is one."""

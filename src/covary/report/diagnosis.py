@@ -103,49 +103,8 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
 
     figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.35])
-    shown = [
-        ("β", d.beta, d.beta_se),
-        ("δ", d.delta, d.delta_se),
-        ("μ", d.mu, d.mu_se),
-        ("G", d.G, d.G_se),
-        ("σ", d.sigma, d.sigma_se),
-    ]
-    shown = [
-        row for row in shown if math.isfinite(row[1]) and row[1] > 2 * row[2]
-    ]  # what is 0 for all one knows has no place
-    for at, (name, value, se) in enumerate(reversed(shown)):
-        colour = STYLES["scaffold"][0] if name in "βδμ" else STYLES["fedavg"][0]
-        reach = [[min(se, 0.99 * value)], [se]]
-        left.errorbar(value, at, xerr=reach, fmt="o", color=colour, capsize=3, markersize=7)
-        left.annotate(f"{value:.3g}", (value, at), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8)
-    left.set_yticks(range(len(shown)), [name for name, _, _ in reversed(shown)])
-    left.set_xscale("log")
-    left.margins(x=0.25, y=0.2)
-    left.set_title("constants, with standard errors", fontsize=10)
-    left.set_xlabel("curvature (β δ μ), gradient (G σ)")
-
-    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].trips)
-    for at, name in enumerate(names):
-        trips = d.trials[name].trips
-        measured, predicted = trips * d.measured[name], d.predicted.get(name)
-        colour = COLOURS.get(name, "#999999")
-        if math.isfinite(measured):
-            right.barh(at, measured, height=0.55, color=colour)
-            text = f"{measured:.3g}" + (f" ({d.measured[name]:.3g} rounds of {trips})" if trips > 1 else "")
-        else:
-            measured = len(d.trials[name].curve)
-            right.barh(at, measured, height=0.55, color="white", edgecolor=colour, hatch="///", linewidth=0.8)
-            text = f"not in {measured}"
-        right.annotate(text, (measured, at), textcoords="offset points", xytext=(8, -3), fontsize=8)
-        if predicted is not None and math.isfinite(predicted):
-            right.plot(trips * predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
-    right.set_yticks(range(len(names)), names)
-    right.set_ylim(len(names) - 0.4, -0.6)
-    right.set_xscale("log")
-    right.set_xlim(left=0.7)
-    right.margins(x=0.3)
-    right.set_xlabel(f"trips to the clients and back, to {d.goal}")
-    right.set_title("measured (bars), and Table 1, scaled (diamonds)", fontsize=10)
+    _draw_constants(left, d)
+    _draw_trial(right, d)
     for ax in (left, right):
         ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
         ax.xaxis.set_major_formatter("{x:g}")
@@ -153,6 +112,53 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+def _draw_constants(ax: Any, d: Diagnosis) -> None:
+    """Those that differ from 0 by more than two standard errors."""
+    constants = [
+        ("β", d.beta, d.beta_se),
+        ("δ", d.delta, d.delta_se),
+        ("μ", d.mu, d.mu_se),
+        ("G", d.G, d.G_se),
+        ("σ", d.sigma, d.sigma_se),
+    ]
+    shown = [row for row in constants if math.isfinite(row[1]) and row[1] > 2 * row[2]]
+    for at, (name, value, se) in enumerate(reversed(shown)):
+        colour = STYLES["scaffold"][0] if name in "βδμ" else STYLES["fedavg"][0]
+        reach = [[min(se, 0.99 * value)], [se]]
+        ax.errorbar(value, at, xerr=reach, fmt="o", color=colour, capsize=3, markersize=7)
+        ax.annotate(f"{value:.3g}", (value, at), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8)
+    ax.set_yticks(range(len(shown)), [name for name, _, _ in reversed(shown)])
+    ax.set_xscale("log")
+    ax.margins(x=0.25, y=0.2)
+    ax.set_title("constants, with standard errors", fontsize=10)
+    ax.set_xlabel("curvature (β δ μ), gradient (G σ)")
+
+
+def _draw_trial(ax: Any, d: Diagnosis) -> None:
+    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].trips)
+    for at, name in enumerate(names):
+        trips = d.trials[name].trips
+        measured, predicted = trips * d.measured[name], d.predicted.get(name)
+        colour = COLOURS.get(name, "#999999")
+        if math.isfinite(measured):
+            ax.barh(at, measured, height=0.55, color=colour)
+            text = f"{measured:.3g}" + (f" ({d.measured[name]:.3g} rounds of {trips})" if trips > 1 else "")
+        else:
+            measured = len(d.trials[name].curve)
+            ax.barh(at, measured, height=0.55, color="white", edgecolor=colour, hatch="///", linewidth=0.8)
+            text = f"not in {measured}"
+        ax.annotate(text, (measured, at), textcoords="offset points", xytext=(8, -3), fontsize=8)
+        if predicted is not None and math.isfinite(predicted):
+            ax.plot(trips * predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set_xscale("log")
+    ax.set_xlim(left=0.7)
+    ax.margins(x=0.3)
+    ax.set_xlabel(f"trips to the clients and back, to {d.goal}")
+    ax.set_title("measured (bars), and Table 1, scaled (diamonds)", fontsize=10)
 
 
 def check_table(d: Diagnosis, found: Check) -> Table:
