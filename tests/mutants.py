@@ -29,6 +29,7 @@ import io
 import os
 import random
 import re
+import resource
 import shlex
 import signal
 import sys
@@ -286,7 +287,12 @@ def prepare() -> None:
     gc.freeze()  # pytest collects garbage several times: what is here by now is none
 
 
-def start(target: Target, mutant: Mutant | None, folder: Path, limit: float) -> int:
+class Seconds(NamedTuple):
+    wall: float
+    cpu: int
+
+
+def start(target: Target, mutant: Mutant | None, folder: Path, limit: Seconds) -> int:
     """Run the target's tests in a process of its own, whose number is returned; it exits with 0 if they pass."""
     pid = os.fork()
     if pid:
@@ -294,7 +300,8 @@ def start(target: Target, mutant: Mutant | None, folder: Path, limit: float) -> 
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it
-        signal.setitimer(signal.ITIMER_REAL, limit)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_REAL, limit.wall)  # the signals of both end the process
+        resource.setrlimit(resource.RLIMIT_CPU, (limit.cpu, limit.cpu))
         log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -331,7 +338,7 @@ class Done(NamedTuple):
     log: str
 
 
-def run(tasks: list[tuple[Target, Mutant | None, float]], jobs: int) -> Iterator[Done]:
+def run(tasks: list[tuple[Target, Mutant | None, Seconds]], jobs: int) -> Iterator[Done]:
     """Run the tests for each task, `jobs` at once, and hand out the results as they come."""
     waiting, running = tasks[::-1], dict[int, Any]()
     with tempfile.TemporaryDirectory() as parent:
@@ -361,11 +368,12 @@ def check(mutants: list[Mutant], jobs: int) -> bool:
     limits, cpu, killed, unexplained = {}, 0.0, collections.Counter[str](), 0
     print(f"{len(mutants)} mutants. First the tests of {len(targets)} files as they are ...", flush=True)
     try:
-        for done in run([(target, None, 3600.0) for target in targets], jobs):
+        for done in run([(target, None, Seconds(3600, 3600)) for target in targets], jobs):
             print(f"{done.target.path}: {done.cpu:.0f} s of CPU time", flush=True)
             if done.code:
                 raise SystemExit(f"{done.log}\nThese tests fail, or there are none, without any mutation.")
-            limits[done.target], cpu = 60 + 10 * done.wall, cpu + done.cpu
+            limits[done.target] = Seconds(60 + 5 * done.wall, 60 + 5 * int(done.cpu))
+            cpu += done.cpu
         for done in run([(mutant.target, mutant, limits[mutant.target]) for mutant in to_run], jobs):
             assert done.mutant is not None
             cpu += done.cpu
