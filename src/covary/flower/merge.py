@@ -27,13 +27,13 @@ def merge(exchange: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapp
     The mean is over those that replied, each of whom stands for N / |S| clients, as in simulation.
     """
     fraction = len(replies) / len(p)
-    p_of_cohort = np.array([p[name] for name in replies])
-    weights = aggregation_weights(p_of_cohort, fraction, exchange.together, np.float64)
+    p_of_cohort = np.array([p[name] for name in replies], object)  # Python's floats, which are summed one after another
+    weights = aggregation_weights(p_of_cohort, fraction, exchange.together, object)
     ups = [reply.up for reply in replies.values()]
     mean = ups[0]._replace(**{field: _mean([getattr(up, field) for up in ups], weights) for field in ups[0]._fields})
     new = exchange.aggregate(server, mean, fraction)
     typed = type(server)(*(np.asarray(a, old.dtype) for a, old in zip(new, server, strict=True)))
-    shares = aggregation_weights(p_of_cohort, fraction, True, np.float64)
+    shares = aggregation_weights(p_of_cohort, fraction, True, object)
     buffers = [reply.buffers for reply in replies.values()]
     averaged = {name: _mean([own[name] for own in buffers], shares) for name in buffers[0]}
     return named("server.", typed) | prefixed(averaged)
