@@ -93,15 +93,19 @@ def exchange_all(
     fraction = len(cohort) / program.plan.n_clients
     at = cohort if program.resident else jnp.arange(len(cohort))  # rows of the layout
     p = world.layout.p[at]
+    ids, own_at, _, real = share(program, cohort, at, p)
+
+    def own(w: Any) -> Any:
+        return share(program, cohort, at, w)[2]
+
     drift = jnp.zeros((), server[0].dtype)
     for number, trip in enumerate(trips, start=1):
-        weights = aggregation_weights(p, fraction, trip.together, server[0].dtype)
-        ids, own_at, own_weights, real = share(program, cohort, at, weights)
+        weights = aggregation_weights(p, fraction, trip.together, server[0].dtype, own)
         down = trip.broadcast(server)
         trip_key = jax.random.fold_in(key, number)
         work = functools.partial(work_of_client, program, trip, down, trip_key, world, measured)
         up, rows, drifts = each_client(program, work, ids, own_at, rows)
-        mean = jax.tree.map(functools.partial(total, program, own_weights, real=real), up)
+        mean = jax.tree.map(functools.partial(total, program, weights, real=real), up)
         server = like(trip.aggregate(server, mean, fraction), server)
         drift += total(program, jnp.full(len(ids), 1 / len(cohort), drift.dtype), drifts, real)
     if not measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -149,11 +150,13 @@ def batch_bounds(rule: str, batch: Any, per_epoch: Any, size: Any, step: Any) ->
     return j * size // per_epoch, (j + 1) * size // per_epoch
 
 
-def aggregation_weights(p: Any, fraction: float, together: bool, dtype: Any) -> Any:
+def aggregation_weights(
+    p: Any, fraction: float, together: bool, dtype: Any, part: Callable[[Any], Any] = lambda w: w
+) -> Any:
     """What the uploads of a cohort count, given the p_i of its clients and the fraction |S| / N that they are.
 
     Each stands for N / |S| clients, so that the sum of p_i u_i over all clients is met in expectation. In an exchange
-    that goes together the weights sum to one.
+    that goes together the weights sum to one. `part` picks the weights that are returned, such as one device's.
 
     >>> aggregation_weights(np.array([0.2, 0.1]), 0.5, False, float)
     array([0.4, 0.2])
@@ -161,4 +164,4 @@ def aggregation_weights(p: Any, fraction: float, together: bool, dtype: Any) -> 
     array([0.75, 0.25])
     """
     w = (p / fraction).astype(dtype)
-    return w / w.sum() if together else w
+    return part(w) / w.sum() if together else part(w)
