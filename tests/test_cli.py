@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from helpers import HANGS, covary, covary_process, wait_until
 
-from covary.bench import measure
+from covary.bench import measure, torch_rivals
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
@@ -93,6 +93,8 @@ def test_bench_works(run, tmp_path, monkeypatch):
         training = measure._training
         monkeypatch.setattr(measure, "_training", lambda workload, seconds: training(workload, seconds) | {"rounds": 8})
         monkeypatch.setattr(measure, "SWEEP", {"eta_l": [0.01, 0.1]})
+        batched = torch_rivals._products_in_batches
+        monkeypatch.setattr(torch_rivals, "_products_by_processes", lambda w, n: batched(w, n, "cpu"))
         for name in ("W1", "W2"):
             small = replace(getattr(measure, name), batch=10, features=20, hidden=8, classes=4)
             monkeypatch.setattr(measure, name, small)
