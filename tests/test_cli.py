@@ -113,3 +113,16 @@ def test_bench_refuses_what_it_does_not_have(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
     assert "PARTS must be any of rounds, sweep, cnn, first, growth" in done.stderr
+
+
+def test_help_and_reports_load_no_jax(tmp_path):
+    """They answer at once; what trains brings JAX along when it runs."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"command": "run", "algorithm": "sgd"}')
+    (tmp_path / "run" / "results.jsonl").write_text('{"round": 1, "loss": 0.5}\n')
+    code = (
+        "import sys; from covary.cli import app; app(sys.argv[1:], standalone_mode=False); print('jax' in sys.modules)"
+    )
+    for words in (["run", "--help"], ["report", "run"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.endswith("False\n"), done.stderr
