@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Training:
     None for all; got 0. Try 0.2, as in the paper.
     """
 
+    least_eval_every: ClassVar[int] = 1
+
     rounds: int
     clients_per_round: int | float | None = None
     local_steps: int | None = None
@@ -51,7 +53,7 @@ class Training:
 
     def __post_init__(self) -> None:
         whole("rounds", self.rounds, 1)
-        whole("eval_every", self.eval_every, 1)
+        whole("eval_every", self.eval_every, self.least_eval_every)
         whole("seed", self.seed, 0, most=2**32 - 1)
         flag("warm_start", self.warm_start)
         check_clients_per_round(self.clients_per_round)

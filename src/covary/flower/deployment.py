@@ -58,7 +58,7 @@ class Deployment:
 
     def weights(self) -> dict[str, float]:
         """p_i of every member."""
-        return self.ledger.weights(self.settings.weighted)
+        return self.ledger.weights(self.settings.by_examples)
 
     def by_number(self, names: Any) -> list[str]:
         """Members in the order of their numbers."""
@@ -67,7 +67,7 @@ class Deployment:
     # What nodes are sent
 
     def task(self, round: int) -> Task:
-        return Task(self.spec, self.settings.training, self.settings.seed, round)
+        return Task(self.spec, self.settings.local._asdict(), self.settings.seed, round)
 
     def instruction(self, vectors: RecordDict, facts: dict[str, Any]) -> RecordDict:
         """A message's content: vectors that are packed already, and facts with the model's fingerprint."""
@@ -80,7 +80,7 @@ def open_ledger(folder: Path, algorithm: Algorithm, settings: Settings, start: S
     disk = File(folder / "ledger")
     identity = {
         "algorithm": str(algorithm),
-        "training": settings.training,
+        "training": settings.local._asdict(),
         "clients_per_round": settings.clients_per_round,
         "seed": settings.seed,
         "warm_start": settings.warm_start,

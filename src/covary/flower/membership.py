@@ -163,12 +163,12 @@ class Membership:
             log.info("Epoch %d begins: the states of %s depend on all members.", ledger.epoch, run.algorithm.name)
         weights = run.weights()
         heaviest = max(weights, key=lambda name: weights[name])
-        if run.settings.weighted and len(weights) > 1 and weights[heaviest] > 0.5:
+        if run.settings.by_examples and len(weights) > 1 and weights[heaviest] > 0.5:
             log.warning("%s weighs %.0f%%, by its own count of examples.", heaviest, 100 * weights[heaviest])
 
     def _mass(self, members: Mapping[str, Member]) -> float:
         """What the weights of members sum to before they are normalised."""
-        return float(sum(member.size if self.run.settings.weighted else 1 for member in members.values()))
+        return float(sum(member.size if self.run.settings.by_examples else 1 for member in members.values()))
 
     # Who loses its state, and who leaves
 

@@ -197,7 +197,7 @@ class Server:
     def _exchanges(self, warm: bool) -> tuple[tuple[Exchange, ...], int | None]:
         """A round's exchanges, and K where the server can form from it what option II leaves unsent."""
         steps = {member.steps for member in self.ledger.members.values()}
-        by_examples = self.settings.weighted and len({m.size for m in self.ledger.members.values()}) > 1
+        by_examples = self.settings.by_examples and len({m.size for m in self.ledger.members.values()}) > 1
         K = steps.pop() if len(steps) == 1 and not by_examples else None
         if warm:
             assert self.algorithm.warm_start is not None

@@ -5,36 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, ClassVar
 
 from covary import targets
-from covary._engine.plan import batches_of
-from covary.checks import positive, whole
-from covary.errors import CovaryError, refused
+from covary.checks import flag, positive, whole
+from covary.errors import refused
 from covary.targets import Target
+from covary.training import Training
+
+ONLY_SIMULATED = ("average", "precision")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a deployed run. Those that `covary.simulate` has too mean the same here.
+class Settings(Training):
+    """The settings of a deployed run: those of `covary.simulate`, with the same meaning, and the deployment's own.
 
     >>> from covary.flower import Settings
     >>> Settings(rounds=20, local_epochs=1, batch_size=0.1, target="accuracy >= 0.9").min_clients
     2
     """
 
-    rounds: int
-    clients_per_round: int | float | None = None
-    local_steps: int | None = None
-    local_epochs: int | None = None
-    batch_size: int | float | None = None
-    seed: int = 0
-    warm_start: bool = False
-    weights: str = "uniform"
-    target: str | None = None  # such as "accuracy >= 0.9"
-    eval_every: int = 1  # on all nodes that are online; 0 for never
+    least_eval_every: ClassVar[int] = 0  # 0 for never; else on all nodes that are online
+
     min_clients: int = 2  # nodes to wait for before the first round
     min_replies: int = 1  # a round with fewer is abandoned and tried again
     round_timeout: float = 600.0  # seconds for an exchange; a node that replies later is left out
@@ -46,10 +38,14 @@ class Settings:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "min_clients", "min_replies"):
+        super().__post_init__()
+        for name in ONLY_SIMULATED:
+            if getattr(self, name) is not None:
+                raise refused(name, "None in a deployment", repr(getattr(self, name)), "Leave it out.")
+        if self.target is not None and target_of(self.target).metric == "drift":
+            raise refused("target", "a loss or a metric", self.target, "A single node can claim any drift.")
+        for name in ("min_clients", "min_replies"):
             whole(name, getattr(self, name), 1)
-        whole("eval_every", self.eval_every, 0)
-        whole("seed", self.seed, 0, most=2**32 - 1)
         for name in ("round_timeout", "patience", "largest"):
             positive(name, getattr(self, name))
         if self.screen is not None and not self.screen > 1:
@@ -58,39 +54,11 @@ class Settings:
             raise refused("largest", "at most 1e100", self.largest, "Try 1e6, the default.")
         if self.forget_after is not None:
             whole("forget_after", self.forget_after, 1)
-        if self.weights not in ("uniform", "examples"):
-            fix = "The paper's f is the uniform mean."
-            raise refused("weights", '"uniform" or "examples"', repr(self.weights), fix)
-        if self.local_steps is not None and self.local_epochs is not None:
-            came = f"local_steps={self.local_steps} and local_epochs={self.local_epochs}"
-            raise CovaryError(f"{came} exclude each other. Give one of them.")
-        if self.target is not None and target_of(self.target)[0] == "drift":
-            raise refused("target", "a loss or a metric", self.target, "A single node can claim any drift.")
-        for name in ("warm_start", "resume"):
-            if not isinstance(getattr(self, name), bool):
-                raise refused(
-                    name, "True or False", repr(getattr(self, name)), "In a run configuration: true or false."
-                )
-        for name in ("local_steps", "local_epochs"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1)
-        if self.batch_size is not None:
-            batches_of(self.batch_size, np.array([2**31]))
-        S = self.clients_per_round
-        if S is not None and not (isinstance(S, float) and 0 < S < 1):
-            whole("clients_per_round", S, 1)
-
-    @property
-    def weighted(self) -> bool:
-        return self.weights == "examples"
-
-    @property
-    def training(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("local_steps", "local_epochs", "batch_size")}
+        flag("resume", self.resume)
 
 
 def checked_settings(rounds: int, others: Mapping[str, Any]) -> Settings:
-    known = {f.name for f in fields(Settings)}
+    known = {f.name for f in fields(Settings)} - {*ONLY_SIMULATED}
     for name in others:
         if name not in known:
             raise refused("settings", f"among {', '.join(sorted(known))}", repr(name), "Check the spelling.")
@@ -111,7 +79,7 @@ def overridden(settings: Settings, wanted: Mapping[str, Any]) -> Settings:
     return replace(settings, **{name: _meant(name, value) for name, value in wanted.items() if name in ours})
 
 
-def target_of(text: str) -> Target:
+def target_of(text: Any) -> Target:
     """The target of a text such as "accuracy >= 0.9".
 
     >>> target_of("loss <= 0.1")
