@@ -77,10 +77,16 @@ def killed_and_resumed(kind, tmp_path, kills):
             same(dict(found), expected)
 
     given = (kind, tmp_path / "checkpoints", tmp_path / "found.npz", scratch)
-    for _ in range(kills):
+    done = 0
+    for _ in range(kills + 20):
+        if done == kills:
+            break
         if work(*given, saves=chance.randint(1, 3), pause=chance.uniform(0.0, 0.05)):  # it came to its end
             is_right()
             shutil.rmtree(tmp_path / "checkpoints")
+        else:
+            done += 1
+    assert done == kills, f"only {done} of {kills} kills came before the end of the work"
     assert work(*given)
     is_right()
     assert not list((tmp_path / "checkpoints").rglob("*.draft"))
