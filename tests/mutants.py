@@ -57,8 +57,8 @@ class Target(NamedTuple):
 
 def of_algorithm(name: str, also: str = "") -> Target:
     path = f"src/covary/algorithms/{name}.py"
-    which = f"-k '({name}{also} or in_the_table or defaults) and not eight and not disk'"
-    first = f"tests/test_equations.py tests/test_oracle.py tests/test_contract.py {which}"
+    which = f"-k '({name}{also} or in_the_table or defaults or hyper or plain_loop) and not eight and not disk'"
+    first = f"tests/test_equations.py tests/test_oracle.py tests/test_contract.py tests/test_bad_input.py {which}"
     return Target(path, (), first, f"{path} tests/test_simulate.py tests/test_reductions.py {which}")
 
 
@@ -104,6 +104,21 @@ TARGETS = (
 )
 
 EXPLAINED: dict[tuple[str, str, str], str] = {
+    (
+        "src/covary/algorithms/dane.py",
+        'return Algorithm("dane", lambda x: Server(x, 0 * x), stateless, (gradient_trip("g"), solve))',
+        "0  ->  1",
+    ): "the first trip sets g before it is read",
+    (
+        "src/covary/algorithms/mime.py",
+        'return Algorithm("mime", lambda x: Server(x, 0 * x), stateless, (gradient_trip("c"), correct))',
+        "0  ->  1",
+    ): "the first trip sets c before it is read",
+    (
+        "src/covary/algorithms/vrl_sgd.py",
+        'return Algorithm("vrl_sgd", Server, lambda x: Client(0 * x, x, 0.0), (exchange,), lockstep=True)',
+        "0.0  ->  1.0",
+    ): "it is multiplied by x - y_i, which is 0 before the first round",
     (
         "src/covary/flower/journal.py",
         'BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0, "owner": ""}',

@@ -9,6 +9,7 @@ import pytest
 from helpers import client_gradients, random_quadratics, small_logistic
 
 import covary as cv
+from covary.client import client_loop
 
 A, b = random_quadratics(N=6, d=4)
 PROBLEM = cv.quadratics(A, b)
@@ -141,6 +142,25 @@ def test_weights_mean_the_same_objective_however_few_clients_are_sampled(algorit
     problem = cv.Problem(quadratic.init, quadratic.loss, None, cv.FederatedData((A, b), [1, 9]))
     run = cv.simulate(algorithm, problem, 8000, clients_per_round=1, local_steps=1, weights="examples", average=0.001)
     assert abs(run.average[0] - 9) < 0.5
+
+
+@pytest.mark.parametrize("algorithm", [cv.fedavg(0.1), cv.mime(0.1), cv.dane(0.1)], ids=str)
+def test_weights_of_few_clients_sum_to_one_where_they_follow_one_direction(algorithm):
+    A, b = random_quadratics(N=3, d=2)
+    sizes = np.array([1, 2, 5])
+    rows, quadratic = np.repeat(np.arange(3), sizes), cv.quadratics(A, b)
+    problem = cv.Problem(quadratic.init, quadratic.loss, None, cv.FederatedData((A[rows], b[rows]), sizes.tolist()))
+    run = cv.simulate(algorithm, problem, 3, clients_per_round=2, local_steps=2, weights="examples")
+    server, client = algorithm.init_server(np.zeros(2)), algorithm.init_client(np.zeros(2))
+    for cohort in run.history["cohort"]:
+        w = sizes[cohort] / 8 * 3 / 2  # N / |S| times p_i
+        for number, trip in enumerate(algorithm.exchanges):
+            grads = [lambda y, i=i: A[i] @ y + b[i] for i in cohort]
+            ups = [client_loop(trip, trip.broadcast(server), client, grad, [grad] * 2)[0] for grad in grads]
+            v = w / w.sum() if number == 1 else w
+            (field,) = zip(*ups, strict=True)
+            server = trip.aggregate(server, type(ups[0])(v @ np.array(field)), 2 / 3)
+    np.testing.assert_allclose(run.x, server.x, rtol=1e-11)
 
 
 def test_metrics_are_measured_on_the_test_set():
