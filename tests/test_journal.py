@@ -395,7 +395,8 @@ def on_disk(ledger: Ledger) -> dict[str, Any]:
     """The ledger's facts, after a look at whether the disk has the same."""
     arrays, facts = ledger.disk.read()
     np.testing.assert_equal(arrays, ledger.arrays)
-    assert facts == {name: getattr(ledger, name) for name in facts if name != "format"} | {"format": 1}
+    renamed = {"format": 1, "trip": ledger.exchanges_done}
+    assert facts == {name: getattr(ledger, name) for name in facts if name not in renamed} | renamed
     return facts
 
 
@@ -403,7 +404,7 @@ def ledger_of_two() -> Ledger:
     ledger = Ledger.create(MemoryDisk(), {"server.x": np.ones(D)}, {"weights": "uniform"})
     ledger.join({"a": Member(0, 12, 3), "b": Member(1, 4, 2)}, ledger.arrays)
     ledger.count(
-        {"a": "token"}, {"server.x": np.zeros(D)}, round=7, trip=1, cohort=["a"], warm=["b"], row={"loss": 1.0}
+        {"a": "token"}, {"server.x": np.zeros(D)}, round=7, exchanges_done=1, cohort=["a"], warm=["b"], row={"loss": 1.0}
     )
     return ledger
 
@@ -441,7 +442,7 @@ def test_a_new_epoch_is_beyond_all_that_are_known():
     ledger, arrays = ledger_of_two(), {"server.x": np.full(D, 2.0)}
     ledger.reset(arrays)
     assert ledger.epoch == 1
-    ledger.count({"b": "token"}, arrays, trip=1, cohort=["a"], warm=["b"])
+    ledger.count({"b": "token"}, arrays, exchanges_done=1, cohort=["a"], warm=["b"])
     ledger.reset(arrays, leaving=("a",), after=5)
     facts = on_disk(ledger)
     assert facts["members"] == {"b": Member(0, 4, 2)}
