@@ -252,7 +252,7 @@ def test_a_run_folder_whose_checkpoints_lie_elsewhere_is_refused(results, tmp_pa
         ("[1]", "is damaged"),
         ("[" * 100_000, "is damaged"),
         ('{"command": "compare"}', "command was compare and is run"),
-        ("x" * 2**21, "at most 1,048,576 can be right"),
+        ("x" * 2**21, "at most 1,048,576 are allowed"),
     ],
     ids=["cut", "list", "nested", "another", "huge"],
 )
@@ -274,13 +274,13 @@ CELL = {
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (['{"kind": "cell"}'], "no cell of covary's"),
-        (["[1, 2]"], "not what covary writes"),
+        (['{"kind": "cell"}'], "is not a cell of a table"),
+        (["[1, 2]"], "has unexpected contents"),
         (["[" * 100_000 + "]" * 100_000], "is damaged"),
         (["nonsense"], "is damaged"),
-        ([json.dumps(CELL)], "no cell of covary's"),
-        ([json.dumps(CELL | {"tried": [], "seconds": "long"})], "no cell of covary's"),
-        ([json.dumps(CELL | {"tried": [], "seconds": 1.0, "setting": {"algorithm": []}})], "no cell of covary's"),
+        ([json.dumps(CELL)], "is not a cell of a table"),
+        ([json.dumps(CELL | {"tried": [], "seconds": "long"})], "is not a cell of a table"),
+        ([json.dumps(CELL | {"tried": [], "seconds": 1.0, "setting": {"algorithm": []}})], "is not a cell of a table"),
     ],
 )
 def test_results_that_are_not_covarys(lines, says, tmp_path, monkeypatch):
@@ -387,7 +387,7 @@ def hospital():
 def test_hospitals_built_to_do_harm(x, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = archive(tmp_path / "h.npz", {"X.npy": x, "y.npy": hospital(), "site.npy": hospital(), "../evil.npy": b"x"})
-    with harmless("is damaged or another file"):
+    with harmless("cannot be read"):
         cv.datasets.heart_disease(path)
     assert not (tmp_path / "owned").exists()
 

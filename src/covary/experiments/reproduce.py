@@ -1,4 +1,4 @@
-"""Running an experiment of the paper, keeping what was measured, and writing it up."""
+"""Running an experiment of the paper, saving its measurements, and writing its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covary import __version__ as covary_version
 from covary.errors import CovaryError
 from covary.experiments import fig3, table3, table4, table5
 from covary.experiments.common import Budget, Claim, Log, load_emnist, measure
-from covary.experiments.folder import cell_from, held_cells, keep_cell
+from covary.experiments.folder import cell_from, save_cell, saved_cells
 from covary.report.folder import RunFolder
 
 TABLES = {"table3": table3, "table4": table4, "table5": table5}
@@ -28,7 +28,7 @@ TITLES = {"fig3": fig3.TITLE, **{name: table.TITLE for name, table in TABLES.ite
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything a report says of an experiment."""
+    """The results of an experiment, for its report."""
 
     name: str
     header: dict[str, Any]
@@ -48,7 +48,7 @@ def run_table(
     seeds: int | None = None,
     log: Log | None = None,
 ) -> Iterator[int]:
-    """Measure every cell that the folder does not hold yet, and keep each as soon as it is known; yields how many."""
+    """Measure and save every cell that the folder does not have yet; yields the number of cells so far."""
     table = TABLES[name]
     started = time.perf_counter()
     budget: Budget = table.QUICK if quick else table.FULL
@@ -63,20 +63,20 @@ def run_table(
         "command": command,
         **machine(),
     }
-    done = held_cells(folder, header, ("experiment", "data", "quick", "budget", "device", "versions"))
+    done = saved_cells(folder, header, ("experiment", "data", "quick", "budget", "device", "versions"))
     todo = [setting for setting in table.settings(quick) if setting not in done]
     target = table.QUICK_TARGET if quick else table.TARGET
     yield len(done)
     cells = measure(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
     for number, cell in enumerate(cells, len(done) + 1):
-        keep_cell(folder, cell)
+        save_cell(folder, cell)
         yield number
     folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
 
 
 def run_figure(folder: RunFolder, command: str) -> None:
     header = {"kind": "header", "experiment": "fig3", "data": "simulated", "command": command, **machine()}
-    folder.rewrite([header])  # what was there is measured again: it takes seconds
+    folder.rewrite([header])  # a repeated call measures everything again, which takes seconds
     started = time.perf_counter()
     for curve in fig3.run():
         folder.append({"kind": "curve", "seconds": time.perf_counter() - started, **curve})
@@ -84,17 +84,17 @@ def run_figure(folder: RunFolder, command: str) -> None:
 
 
 def cells_of(name: str, quick: bool) -> int:
-    """How many cells a table has."""
+    """The number of cells of a table."""
     return len(TABLES[name].settings(quick))
 
 
 def most_rounds(name: str, quick: bool) -> int:
-    """After how many rounds a run of a table gives up."""
+    """The maximum rounds per run of a table."""
     return (TABLES[name].QUICK if quick else TABLES[name].FULL).rounds
 
 
 def missing(records: list[dict[str, Any]]) -> int:
-    """How many curves of the figure, or cells of the table, are not there yet."""
+    """The number of curves of the figure, or cells of the table, that are missing."""
     header, name = records[0], records[0].get("experiment")
     if name == "fig3":
         return fig3.CURVES + 1 - len(records)
@@ -102,11 +102,11 @@ def missing(records: list[dict[str, Any]]) -> int:
 
 
 def outcome(folder: RunFolder) -> Outcome:
-    """What the folder holds, as a table and as claims that hold or not."""
+    """The results in the folder, as a table and checked claims."""
     records = folder.read()
     name = records[0].get("experiment")
     if name not in EXPERIMENTS:
-        raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a folder that covary reproduce made.")
+        raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a run folder of covary reproduce.")
     if missing(records):
         raise CovaryError(
             f"{folder.path} lacks {missing(records)} cells. Finish it: covary reproduce {name} --checkpoint "
@@ -116,7 +116,7 @@ def outcome(folder: RunFolder) -> Outcome:
 
 
 def outcome_of(records: list[dict[str, Any]]) -> Outcome:
-    """The records of a folder that is complete, as a table and as claims that hold or not."""
+    """The records of a complete folder, as a table and checked claims."""
     header, *records = records
     name = header["experiment"]
     seconds = max(_total(records, "seconds"), _total(records, "wall_seconds"))
@@ -133,7 +133,7 @@ def _total(records: list[dict[str, Any]], name: str) -> float:
 
 
 def write_up(result: Outcome, folder: Path) -> list[Path]:
-    """The outcome as Markdown, JSON and a plot."""
+    """Write the outcome as Markdown, JSON and a plot."""
     from covary.report import paper_plots
 
     title = TITLES[result.name]
@@ -146,7 +146,7 @@ def write_up(result: Outcome, folder: Path) -> list[Path]:
 
 
 def quick_note(result: Outcome) -> str:
-    """What a quick form is and is not."""
+    """A note on the size of a quick form."""
     budget, table = result.header["budget"], TABLES[result.name]
     target = f"target {table.QUICK_TARGET}, " if table.QUICK_TARGET else ""
     return (
@@ -156,7 +156,7 @@ def quick_note(result: Outcome) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that figures are measured with."""
+    """The machine and the versions behind the measurements."""
     device = jax.devices()[0]
     return {
         "device": f"{len(jax.devices())} × {device.device_kind}" if device.platform != "cpu" else _cpu(),
@@ -170,7 +170,7 @@ def machine() -> dict[str, Any]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from its source folder
+    except PackageNotFoundError:  # covary runs from its source folder
         return covary_version if package == "covary" else "unknown"
 
 
@@ -188,19 +188,19 @@ def _markdown(result: Outcome, title: str) -> str:
         lines += [f"**{quick_note(result)}**", ""]
     lines += [
         f"- Data: {header['data']}.",
-        f"- Command: `{header['command']}`, {result.seconds:.0f} s, compilation included.",
+        f"- Command: `{header['command']}`, {result.seconds:.0f} s, including compilation.",
         f"- Machine: {header['device']}; {versions}.",
     ]
     if "budget" in header:
         b = header["budget"]
-        tuned = f"{b['step_sizes']} step-sizes a factor of √10 apart, more where the best lay at an end"
-        lines += [f"- {len(b['seeds'])} seeds: means, with the least and the greatest or ± one deviation; {tuned}."]
+        tuned = f"{b['step_sizes']} step-sizes a factor of √10 apart, and more if the best lies at an end"
+        lines += [f"- {len(b['seeds'])} seeds: means, with the smallest and largest value or ± one deviation; {tuned}."]
     lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(row).replace("\n", "<br>") + " |" for row in body]
-    lines += ["", f"![{title}]({result.name}.png)", "", "## What the paper says of it", ""]
+    lines += ["", f"![{title}]({result.name}.png)", "", "## The paper's claims", ""]
     lines += [f"- **{c.verdict}**: {c.text} ({c.evidence})" for c in result.claims]
     if result.name != "fig3":
-        lines += ["", "## The step-sizes chosen", "", "| cell | eta_l |", "|---|---|"]
+        lines += ["", "## The tuned step-sizes", "", "| cell | eta_l |", "|---|---|"]
         lines += [f"| {cell.setting} | {cell.eta_l:g} |" for cell in result.results]
     return "\n".join(lines) + "\n"
 
