@@ -39,7 +39,7 @@ def compare(
     from covary.experiments.common import Budget
     from covary.experiments.digits import CASES, SIMILARITIES, digits_problem
     from covary.experiments.digits import compare as cells
-    from covary.experiments.folder import held_cells, keep_cell
+    from covary.experiments.folder import save_cell, saved_cells
     from covary.report.story import clients_of
 
     terminal = Terminal(as_json, quiet)
@@ -51,7 +51,7 @@ def compare(
         shown = ((f"digits, {100 * s:g} % similarity", digits_problem(budget.clients, s).data) for s in SIMILARITIES)
         folder.describe(problem="digits", clients=[clients_of(data, title) for title, data in shown])
         header = {"kind": "header", "data": "digits", "target": target, "budget": asdict(budget)}
-        done = held_cells(folder, header, ("data", "target", "budget"))
+        done = saved_cells(folder, header, ("data", "target", "budget"))
         with terminal.progress("cells", len(CASES), len(done)) as progress:
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
@@ -59,7 +59,7 @@ def compare(
 
             todo = [case for case in CASES if case not in done]
             for number, (cell, curves) in enumerate(cells(todo, budget, target, log, folder.checkpoint), 1 + len(done)):
-                keep_cell(folder, cell, curves=curves)
+                save_cell(folder, cell, curves=curves)
                 progress.update(number, str(cell.case))
         _show(terminal, folder, budget, target)
 
