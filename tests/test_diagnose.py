@@ -181,7 +181,7 @@ def test_command_line(tmp_path):
     [
         (["mnist"], "DATASET must be digits, emnist"),
         (["--target", "95"], "--target must be an accuracy in (0, 1]"),
-        (["--target", "0.9", "--target-loss", "1"], "two goals"),
+        (["--target", "0.9", "--target-loss", "1"], "two targets"),
         (["--check"], "--check counts rounds to a target"),
         (["heart-disease", "--clients", "4"], "The clients of heart-disease are its hospitals"),
         (["emnist", "--root", "/no/such"], "is missing"),
