@@ -31,8 +31,8 @@ def bench(
 ) -> None:
     """Time the paper's round in covary, in PyTorch and in other installed simulators, side by side.
 
-    PARTS are any of rounds, sweep, cnn, first, growth and deploy. Only ratios within one run are meaningful.
-    The comparison needs PyTorch (pip install torch).
+    PARTS are any of rounds, sweep, cnn, first, growth and deploy.
+    Only ratios within one run are meaningful. The comparison needs PyTorch (pip install torch).
 
     Example: covary bench rounds sweep
     """

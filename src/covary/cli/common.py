@@ -38,7 +38,9 @@ Name = Annotated[str, typer.Argument(help="One of: " + ", ".join(ALGORITHMS) + "
 Rounds = Annotated[int, typer.Option(help="Communication rounds.")]
 PerRound = Annotated[
     float | None,
-    typer.Option(help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
+    typer.Option(
+        help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; 0 for heart-disease and CSV]"
+    ),
 ]
 Steps = Annotated[int | None, typer.Option(help="Local steps K per round.")]
 Epochs = Annotated[int | None, typer.Option(help="Local epochs per round, instead of local steps. \\[default: 5]")]

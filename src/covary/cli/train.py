@@ -60,9 +60,10 @@ def run(
 ) -> None:
     """Run one algorithm on handwritten digits, another data set or your own CSV file, and write a report.
 
-    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. A CSV file needs a column that names
-    the client of each row. Ctrl-C saves the run and prints the command that resumes it. After a crash, the same
-    command with --checkpoint DIR resumes it.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime.
+    A CSV file needs a column that names the client of each row.
+    Ctrl-C saves the run and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
 
@@ -152,8 +153,9 @@ def sweep(
 ) -> None:
     """Run every combination of step-sizes and seeds on a data set, as one compiled program.
 
-    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. Ctrl-C saves the sweep and prints the
-    command that resumes it. After a crash, the same command with --checkpoint DIR resumes it.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime.
+    Ctrl-C saves the sweep and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
     """
