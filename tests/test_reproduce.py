@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from covary.cli import app
 from covary.errors import CovaryError
 from covary.experiments import common, reproduce, table4
-from covary.experiments.common import Cell, Setting
+from covary.experiments.common import Cell, CellSetting
 from covary.report.folder import RunFolder
 
 
@@ -59,7 +59,7 @@ def test_table5_quick(tmp_path):
 def cells(rounds):
     for (algorithm, similarity), numbers in rounds.items():
         for fraction, number in zip(table4.FRACTIONS, numbers, strict=True):
-            yield Cell(Setting(algorithm, similarity, 5, fraction), 0.1, [number], [0.5], [], 1.0)
+            yield Cell(CellSetting(algorithm, similarity, 5, fraction), 0.1, [number], [0.5], [], 1.0)
 
 
 def test_the_papers_own_numbers_satisfy_its_claims():
@@ -87,7 +87,7 @@ def test_a_best_step_size_at_the_end_of_the_grid_is_not_trusted(monkeypatch):
         return Fake(grid)
 
     monkeypatch.setattr(common, "attempt", attempt)
-    cell = common.tune(Setting("sgd", 0.0), None, common.Budget(step_sizes=3), centre=0.1, target=0.5)  # type: ignore[arg-type]
+    cell = common.tune(CellSetting("sgd", 0.0), None, common.Budget(step_sizes=3), centre=0.1, target=0.5)  # type: ignore[arg-type]
     assert cell.eta_l == 10.0
     assert tried == [[0.0316, 0.1, 0.316], [1.0], [3.16], [10.0], [31.6]]
 

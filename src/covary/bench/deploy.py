@@ -123,7 +123,7 @@ FLOWER = {
 }
 
 
-def measure(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def deployed_rounds(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Seconds and uploaded bytes per round of covary's SCAFFOLD and Flower's FedAvg, with TLS and keys."""
     from covary.flower.local import Federation
 

@@ -244,9 +244,9 @@ def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
 
 def deploy(quick: bool, say: Say) -> list[dict[str, Any]]:
     """A deployed round against plain Flower. It needs Flower and PyTorch."""
-    from covary.bench.deploy import measure
+    from covary.bench.deploy import deployed_rounds
 
-    return measure(quick, say)
+    return deployed_rounds(quick, say)
 
 
 def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:

@@ -88,7 +88,7 @@ def run_folder(
     """
     if resume and checkpoint is None:
         raise CovaryError("--resume needs --checkpoint DIR, the run folder to resume.")
-    if resume and checkpoint is not None and not RunFolder(checkpoint).begun:
+    if resume and checkpoint is not None and not RunFolder(checkpoint).started:
         raise CovaryError(f"{checkpoint} holds no run to resume. Leave out --resume to start one there.")
     folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
     try:
@@ -98,7 +98,7 @@ def run_folder(
             yield folder
         report(folder, terminal, show)
     except KeyboardInterrupt:
-        if folder.begun:
+        if folder.started:
             again = f"{command_of(context)} --checkpoint {shlex.quote(str(folder.path))} --resume"
             terminal.say(f"Stopped. The run is saved in {folder.path}. To resume it:\n{again}")
         else:
@@ -114,8 +114,8 @@ def describe(folder: RunFolder, context: typer.Context) -> None:
 
     here = machine()
     versions = {name: here["versions"][name] for name in ("covary", "jax")}
-    begun = folder.about().get("started", _now())
-    folder.describe(command=command_of(context), started=begun, ended=None, device=here["device"], **versions)
+    started = folder.about().get("started", _now())
+    folder.describe(command=command_of(context), started=started, ended=None, device=here["device"], **versions)
 
 
 def ended(folder: RunFolder) -> None:

@@ -62,7 +62,7 @@ def diagnose(
     """
     from covary.report.diagnosis import check_table, diagnosis_panel, save_diagnosis
     from covary.theory.diagnose import check_advice
-    from covary.theory.diagnose import diagnose as measure
+    from covary.theory.diagnose import diagnose as run_diagnosis
 
     terminal = Terminal(as_json, quiet)
     aim = _target(target, target_loss)
@@ -82,7 +82,7 @@ def diagnose(
             def say(text: str) -> None:
                 progress.update(what=text)
 
-            found = measure(
+            found = run_diagnosis(
                 problem,
                 rounds,
                 local_steps=local_steps,

@@ -82,17 +82,17 @@ def run(
     options |= {"checkpoint_every": whole("--checkpoint-every", checkpoint_every, 1)}
     for note in of.notes:
         terminal.say(note, style="dim")
-    started, begun = time.perf_counter(), False
+    started, trimmed = time.perf_counter(), False
     with common.run_folder(context, terminal, f"run-{algorithm}", out, checkpoint, resume, show) as folder:
         folder.describe(algorithm=str(chosen), problem=of.title, clients=[of.described()])
         with terminal.progress("rounds", rounds) as progress, tracker(folder, progress, str(chosen), context) as also:
             progress.update(what="compiling")
 
             def log(number: int, values: dict[str, float]) -> None:
-                nonlocal begun
-                if not begun:
+                nonlocal trimmed
+                if not trimmed:
                     folder.cut(number - 1)  # rounds after the checkpoint are repeated
-                    begun = True
+                    trimmed = True
                 folder.append({"round": number, **values})
                 progress.update(number, f"{algorithm}  {metrics_text(values)}")
                 if also is not None:

@@ -28,7 +28,7 @@ Log = Callable[[str, int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
-class Setting:
+class CellSetting:
     """The settings of one cell of a table, without the step-size, which is tuned."""
 
     algorithm: str
@@ -68,7 +68,7 @@ class Budget:
 class Cell:
     """The measurements of one cell at its best step-size."""
 
-    setting: Setting
+    setting: CellSetting
     eta_l: float
     rounds: list[int | None]  # to the target, per seed
     accuracy: list[float]  # the best test accuracy, per seed
@@ -131,7 +131,7 @@ def step_sizes(centre: float, count: int) -> list[float]:
 
 
 def attempt(
-    setting: Setting,
+    setting: CellSetting,
     problem: Problem,
     budget: Budget,
     grid: Sequence[float],
@@ -161,7 +161,7 @@ def attempt(
 
 
 def tune(
-    setting: Setting,
+    setting: CellSetting,
     problem: Problem,
     budget: Budget,
     centre: float,
@@ -199,10 +199,10 @@ def tune(
     )
 
 
-def measure(
+def measure_cells(
     emnist: Emnist,
     budget: Budget,
-    todo: Sequence[Setting],
+    todo: Sequence[CellSetting],
     centre: Mapping[str, float],
     target: float | None,
     network: bool,

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from covary.data import datasets, partition
-from covary.experiments.common import ALGORITHMS, Budget, Cell, Log, Setting, attempt, tune
+from covary.experiments.common import ALGORITHMS, Budget, Cell, CellSetting, Log, attempt, tune
 from covary.job import first_met
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 
 SIMILARITIES = (0.0, 0.1, 1.0)
 CENTRE = 1.0  # of the grid of step-sizes
-SETTINGS = [Setting(algorithm, similarity) for similarity in SIMILARITIES for algorithm in ALGORITHMS]
+SETTINGS = [CellSetting(algorithm, similarity) for similarity in SIMILARITIES for algorithm in ALGORITHMS]
 
 
 def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
@@ -30,7 +30,7 @@ def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
 
 
 def compare(
-    todo: Sequence[Setting], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
+    todo: Sequence[CellSetting], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
 ) -> Iterator[tuple[Cell, dict[str, np.ndarray]]]:
     """Cells with tuned step-sizes, and the full curves of the best step-size: metric -> (seeds, rounds).
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from covary.errors import CovaryError
-from covary.experiments.common import Cell, Setting
+from covary.experiments.common import Cell, CellSetting
 from covary.report.folder import RunFolder
 
 
-def saved_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Setting]:
+def saved_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[CellSetting]:
     """The settings of the saved cells. A new folder gets the header; an old header must agree in the keys `same`."""
     if not folder.results.exists():
         folder.append(header, durable=True)
@@ -44,7 +44,7 @@ def cell_from(record: dict[str, Any]) -> Cell:
     """A cell from its JSON record."""
     try:
         own = {field.name: record[field.name] for field in fields(Cell)}
-        cell = Cell(**{**own, "setting": Setting(**record["setting"])})
+        cell = Cell(**{**own, "setting": CellSetting(**record["setting"])})
         hash(cell.setting)
         float(cell.mean_rounds + cell.mean_accuracy + cell.eta_l + cell.seconds)
         return cell

@@ -17,7 +17,7 @@ import jax
 from covary import __version__ as covary_version
 from covary.errors import CovaryError
 from covary.experiments import fig3, table3, table4, table5
-from covary.experiments.common import Budget, Claim, Log, load_emnist, measure
+from covary.experiments.common import Budget, Claim, Log, load_emnist, measure_cells
 from covary.experiments.folder import cell_from, save_cell, saved_cells
 from covary.report.folder import RunFolder
 
@@ -67,7 +67,7 @@ def run_table(
     todo = [setting for setting in table.settings(quick) if setting not in done]
     target = table.QUICK_TARGET if quick else table.TARGET
     yield len(done)
-    cells = measure(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
+    cells = measure_cells(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
     for number, cell in enumerate(cells, len(done) + 1):
         save_cell(folder, cell)
         yield number

@@ -15,8 +15,8 @@ from covary.experiments.common import (
     ALGORITHMS,
     Budget,
     Cell,
+    CellSetting,
     Claim,
-    Setting,
     every,
     fewer,
     find,
@@ -35,11 +35,11 @@ QUICK = Budget(clients=20, examples=3000, test_examples=1000, rounds=200, seeds=
 QUICK_TARGET, QUICK_EPOCHS = 0.35, (1, 5)
 
 
-def settings(quick: bool) -> list[Setting]:
+def settings(quick: bool) -> list[CellSetting]:
     """All cells. SGD takes one step per round for any number of epochs."""
     epochs = QUICK_EPOCHS if quick else EPOCHS
     return [
-        Setting(algorithm, similarity, e)
+        CellSetting(algorithm, similarity, e)
         for similarity in SIMILARITIES
         for algorithm in ALGORITHMS
         for e in (epochs[:1] if algorithm == "sgd" else epochs)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from covary.experiments.common import Budget, Cell, Claim, Setting, every, fewer, find, shown
+from covary.experiments.common import Budget, Cell, CellSetting, Claim, every, fewer, find, shown
 
 TITLE = "Rounds to 0.45 test accuracy, logistic regression on EMNIST, by the share of clients sampled"
 NETWORK = False
@@ -29,9 +29,9 @@ QUICK = Budget(clients=20, examples=3000, test_examples=1000, rounds=200, seeds=
 QUICK_TARGET, QUICK_FRACTIONS = 0.3, (0.2, 0.05)
 
 
-def settings(quick: bool) -> list[Setting]:
+def settings(quick: bool) -> list[CellSetting]:
     fractions = QUICK_FRACTIONS if quick else FRACTIONS
-    return [Setting(a, s, 5, fraction) for s in SIMILARITIES for a in CENTRE for fraction in fractions]
+    return [CellSetting(a, s, 5, fraction) for s in SIMILARITIES for a in CENTRE for fraction in fractions]
 
 
 def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:

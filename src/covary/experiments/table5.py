@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from covary.experiments.common import Budget, Cell, Claim, Setting, find
+from covary.experiments.common import Budget, Cell, CellSetting, Claim, find
 
 TITLE = "Best test accuracy within 1,000 rounds, 2-layer network on EMNIST"
 TARGET = QUICK_TARGET = None  # no target: the table shows the best accuracy of all rounds
@@ -32,8 +32,8 @@ QUICK = Budget(
 )
 
 
-def settings(quick: bool) -> list[Setting]:
-    return [Setting(a, s, 5) for s in SIMILARITIES for a in CENTRE]
+def settings(quick: bool) -> list[CellSetting]:
+    return [CellSetting(a, s, 5) for s in SIMILARITIES for a in CENTRE]
 
 
 def rows(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:

@@ -122,7 +122,7 @@ def _html(stories: Sequence[Story], target: tuple[str, float] | None, version: s
     target = _target(stories, lines, target)
     sections = [
         ("targets", "Rounds to the target", targets(lines, target)),
-        ("results", "Results", "".join(table(grid) for story in stories for grid in story.tables)),
+        ("results", "Results", "".join(table(sheet) for story in stories for sheet in story.tables)),
         ("claims", "The paper's claims", claims([claim for story in stories for claim in story.claims])),
         ("diagnosis", "Diagnosis", "".join(diagnosis(s.diagnosis) for s in stories if s.diagnosis)),
         ("curves", "Curves", _file("plots.html") if lines else ""),

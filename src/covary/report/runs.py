@@ -47,7 +47,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ReportTable:
     """A table."""
 
     title: str
@@ -70,7 +70,7 @@ class Story:
     lines: list[Line] = field(default_factory=list)
     target: tuple[str, float] | None = None
     clients: list[dict[str, Any]] = field(default_factory=list)  # label counts from `clients_of`
-    tables: list[Grid] = field(default_factory=list)
+    tables: list[ReportTable] = field(default_factory=list)
     claims: list[Any] = field(default_factory=list)
     diagnosis: dict[str, Any] | None = None
 
@@ -98,11 +98,11 @@ def read(path: Path) -> list[Story]:
             "runs/."
         )
     records = folder.read() if folder.results.is_file() and folder.results.stat().st_size else []
-    tell = TELLERS.get(str(settings.get("command")))
-    if tell is None:
-        raise NoReport(f"{path} has no report: it is not a run folder of {', '.join(TELLERS)}.")
+    read_story = READERS.get(str(settings.get("command")))
+    if read_story is None:
+        raise NoReport(f"{path} has no report: it is not a run folder of {', '.join(READERS)}.")
     try:
-        story = tell(records, about, settings)
+        story = read_story(records, about, settings)
         shown = [_checked(clients) for clients in about.get("clients") or []]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CovaryError):
@@ -125,12 +125,12 @@ def read(path: Path) -> list[Story]:
 def of_run(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     algorithm, problem = str(about.get("algorithm", settings["algorithm"])), str(about.get("problem", "digits"))
     columns = {name: _numbers([[r.get(name) for r in records]]) for name in (records[0] if records else {})}
-    goal, diverged = settings.get("target"), about.get("diverged")
+    target, diverged = settings.get("target"), about.get("diverged")
     return {
         "title": f"{settings['algorithm']} on {problem}",
         "outcome": f"Diverged in round {diverged}: the step-size is too large." if diverged else "",
         "lines": [Line(str(settings["algorithm"]), problem, columns, {"algorithm": algorithm, **settings})],
-        "target": None if goal is None else ("accuracy", float(goal)),
+        "target": None if target is None else ("accuracy", float(target)),
     }
 
 
@@ -139,7 +139,7 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
     for row in records:
         point = ", ".join(f"{name} = {row[name]:g}" for name in about["grid"])
         lines.setdefault(point, []).append(row["curves"])
-    goal = settings.get("target")
+    target = settings.get("target")
     return {
         "title": f"{settings['algorithm']} on {problem}: {len(records)} runs",
         "tables": [_members(records, about["grid"])] if records else [],
@@ -147,11 +147,11 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
             Line(f"{settings['algorithm']}, {point}", problem, _stacked(seeds), {"point": point})
             for point, seeds in lines.items()
         ],
-        "target": None if goal is None else ("accuracy", float(goal)),
+        "target": None if target is None else ("accuracy", float(target)),
     }
 
 
-def _members(records: list[dict[str, Any]], grid: list[str]) -> Grid:
+def _members(records: list[dict[str, Any]], grid: list[str]) -> ReportTable:
     """Every run of a sweep: its point, its seed, how it ended, and its best values."""
     best = [name for name in records[0] if name.startswith("best_")]
     rows: list[Row] = []
@@ -162,7 +162,7 @@ def _members(records: list[dict[str, Any]], grid: list[str]) -> Grid:
         row += [("", None) if record[name] is None else (f"{record[name]:.4g}", float(record[name])) for name in best]
         rows.append(row)
     header = [*grid, "seed", "rounds", "ended", *(name.replace("_", " ") for name in best)]
-    return Grid("Every run", header, rows)
+    return ReportTable("Every run", header, rows)
 
 
 def of_compare(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def of_reproduce(records: list[dict[str, Any]], about: dict[str, Any], settings:
         result = outcome_of(records)
         note = f"{result.seconds:.0f} s on {result.header['device']}, including compilation."
         rows: list[Row] = [[(cell, _leading_number(cell)) for cell in row] for row in result.table[1]]
-        tables, claims = [Grid(result.header["data"], result.table[0], rows, note)], result.claims
+        tables, claims = [ReportTable(result.header["data"], result.table[0], rows, note)], result.claims
     if name == "fig3":
         for curve in records[1:]:
             kind = curve["algorithm"] if curve["algorithm"] == "sgd" else f"{curve['algorithm']}, K = {curve['K']}"
@@ -197,7 +197,7 @@ def of_reproduce(records: list[dict[str, Any]], about: dict[str, Any], settings:
     return {"title": TITLES[name], "lines": lines, "tables": tables, "claims": claims}
 
 
-def _cells(records: list[dict[str, Any]]) -> Grid:
+def _cells(records: list[dict[str, Any]]) -> ReportTable:
     """Every cell of a table, with its tuned step-size."""
     from covary.experiments.folder import cell_from
 
@@ -215,15 +215,15 @@ def _cells(records: list[dict[str, Any]]) -> Grid:
             ]
         )
     header = ["cell", "eta_l", "rounds to the target", "best test accuracy", "seconds"]
-    return Grid("Every cell, with its tuned step-size", header, rows)
+    return ReportTable("Every cell, with its tuned step-size", header, rows)
 
 
 def of_diagnose(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return {"title": f"Diagnosis of {records[0]['title']}", "diagnosis": records[0]}
 
 
-Teller = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
-TELLERS: dict[str, Teller] = {
+Reader = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
+READERS: dict[str, Reader] = {
     "run": of_run,
     "sweep": of_sweep,
     "compare": of_compare,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from covary.job import direction
-from covary.report.runs import Cell, Grid, Line, Row, Story
+from covary.report.runs import Cell, Line, ReportTable, Row, Story
 
 
 def measured(line: Line, metric: str) -> bool:
@@ -47,7 +47,7 @@ def targets(lines: Sequence[Line], target: tuple[str, float] | None) -> str:
     seeds = max(len(line.columns[metric]) for line in lines)
     note = f"Means over {seeds} seeds, with the smallest and the largest. " if seeds > 1 else ""
     note += "The fewest rounds of each problem are in bold."
-    return table(Grid(f"Rounds to {metric} {value:g}", header, rows, note), marked)
+    return table(ReportTable(f"Rounds to {metric} {value:g}", header, rows, note), marked)
 
 
 def _counted(line: Line, metric: str, value: float, mean: float | None, base: float | None) -> Row:
@@ -80,22 +80,22 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def table(grid: Grid, marked: set[int] | frozenset[int] = frozenset()) -> str:
+def table(sheet: ReportTable, marked: set[int] | frozenset[int] = frozenset()) -> str:
     """A table that sorts by a column when its heading is clicked."""
-    columns = list(zip(*grid.rows, strict=True)) or [()] * len(grid.header)
+    columns = list(zip(*sheet.rows, strict=True)) or [()] * len(sheet.header)
     numeric = [any(isinstance(cell, tuple) and cell[1] is not None for cell in column) for column in columns]
     head = "".join(
         f'<th scope="col"{" class=number" if number else ""}><button type="button">{escape(name)}</button></th>'
-        for name, number in zip(grid.header, numeric, strict=True)
+        for name, number in zip(sheet.header, numeric, strict=True)
     )
     body = "".join(
         f"<tr{' class=best' if at in marked else ''}>{''.join(map(_cell, row, numeric))}</tr>"
-        for at, row in enumerate(grid.rows)
+        for at, row in enumerate(sheet.rows)
     )
-    note = f'<p class="note">{escape(grid.note)}</p>' if grid.note else ""
+    note = f'<p class="note">{escape(sheet.note)}</p>' if sheet.note else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.title)}"><table class="sortable">'
-        f"<caption>{escape(grid.title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(sheet.title)}"><table class="sortable">'
+        f"<caption>{escape(sheet.title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
     )
 
 
@@ -142,8 +142,8 @@ def diagnosis(found: dict[str, Any]) -> str:
         f'<h3>{escape(found["title"])}</h3><p class="verdict">{escape(found["reasons"]["scaffold"])}</p>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="Advice"><table><caption>Recommended</caption>'
         f"<tbody>{advice}</tbody></table></div>"
-        + table(Grid("Measured", ["constant", "value", "meaning"], constants))
-        + table(Grid(f"Rounds to {found['goal']}", ["algorithm", "in the trial", "by Table 1, scaled"], trial))
+        + table(ReportTable("Measured", ["constant", "value", "meaning"], constants))
+        + table(ReportTable(f"Rounds to {found['goal']}", ["algorithm", "in the trial", "by Table 1, scaled"], trial))
         + (f"<h3>Warnings</h3><ul>{cautions}</ul>" if cautions else "")
     )
 
