@@ -134,7 +134,7 @@ def test_an_unreachable_target_is_said():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"algorithms": ("adam",)}, "algorithms must be some of"),
+        ({"algorithms": ("adam",)}, "algorithms must be any of"),
         ({"algorithms": "sgd"}, "algorithms must be a list"),
         ({"seed": -1}, "seed must be"),
         ({"target": ("loss", float("nan"))}, "target must be"),
