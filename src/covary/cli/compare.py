@@ -30,9 +30,10 @@ def compare(
 ) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on handwritten digits, each with its step-size tuned.
 
-    20 clients with 0, 10 and 100 % similarity, 20 % of them sampled per round, 5 local epochs of 5 steps: the paper's
-    setup on a data set that needs no download. Ctrl-C saves the run and prints the command that resumes it. After a
-    crash, the same command with --checkpoint DIR resumes it.
+    There are 20 clients with 0, 10 and 100 % similarity, 20 % of them sampled per round, and 5 local epochs of 5 steps.
+    This is the paper's setup on a data set that needs no download.
+    Ctrl-C saves the run and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary compare --seeds 1 --rounds 100
     """

@@ -113,11 +113,11 @@ def read(path: Path) -> list[Story]:
             "runs/."
         )
     records = folder.read() if folder.results.is_file() and folder.results.stat().st_size else []
-    tell = TELLERS.get(str(settings.get("command")))
-    if tell is None:
-        raise NoReport(f"{path} has no report: it is not a run folder of {', '.join(TELLERS)}.")
+    read_story = READERS.get(str(settings.get("command")))
+    if read_story is None:
+        raise NoReport(f"{path} has no report: it is not a run folder of {', '.join(READERS)}.")
     try:
-        story = tell(records, about, settings)
+        story = read_story(records, about, settings)
         shown = [_checked(clients) for clients in about.get("clients") or []]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, CovaryError):
@@ -140,12 +140,12 @@ def read(path: Path) -> list[Story]:
 def of_run(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     algorithm, problem = str(about.get("algorithm", settings["algorithm"])), str(about.get("problem", "digits"))
     columns = {name: _numbers([[r.get(name) for r in records]]) for name in (records[0] if records else {})}
-    goal, diverged = settings.get("target"), about.get("diverged")
+    target, diverged = settings.get("target"), about.get("diverged")
     return {
         "title": f"{settings['algorithm']} on {problem}",
         "outcome": f"Diverged in round {diverged}: the step-size is too large." if diverged else "",
         "lines": [Line(str(settings["algorithm"]), problem, columns, {"algorithm": algorithm, **settings})],
-        "target": None if goal is None else ("accuracy", float(goal)),
+        "target": None if target is None else ("accuracy", float(target)),
     }
 
 
@@ -154,7 +154,7 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
     for row in records:
         point = ", ".join(f"{name} = {row[name]:g}" for name in about["grid"])
         lines.setdefault(point, []).append(row["curves"])
-    goal = settings.get("target")
+    target = settings.get("target")
     return {
         "title": f"{settings['algorithm']} on {problem}: {len(records)} runs",
         "tables": [_members(records, about["grid"])] if records else [],
@@ -162,7 +162,7 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
             Line(f"{settings['algorithm']}, {point}", problem, _stacked(seeds), {"point": point})
             for point, seeds in lines.items()
         ],
-        "target": None if goal is None else ("accuracy", float(goal)),
+        "target": None if target is None else ("accuracy", float(target)),
     }
 
 
@@ -247,8 +247,8 @@ def of_diagnose(records: list[dict[str, Any]], about: dict[str, Any], settings: 
     return {"title": f"Diagnosis of {records[0]['title']}", "diagnosis": records[0]}
 
 
-Teller = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
-TELLERS: dict[str, Teller] = {
+Reader = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
+READERS: dict[str, Reader] = {
     "run": of_run,
     "sweep": of_sweep,
     "compare": of_compare,

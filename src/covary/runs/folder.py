@@ -76,7 +76,7 @@ class RunFolder:
         return folder
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether there is something to resume."""
         try:
             parts = self.path.glob("*/results.jsonl") if self._settings.exists() else ()
@@ -88,7 +88,7 @@ class RunFolder:
         """Save the settings of the results. A folder with results of other settings is an error."""
         settings = json.loads(json.dumps(plain(dict(settings)), default=str))
         if not self._settings.exists():
-            if self.begun:
+            if self.started:
                 raise CovaryError(f"{self.path} holds results of another program. Choose another folder.")
             with self.writing():
                 replace(self._settings, json.dumps(settings).encode())
@@ -133,7 +133,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Unlock the folder. A new folder without results is removed."""
-        if self._made and not self.begun:
+        if self._made and not self.started:
             shutil.rmtree(self.path, ignore_errors=True)
             for parent in self._made[1:]:
                 with contextlib.suppress(OSError):  # the parent is no longer empty
