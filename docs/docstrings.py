@@ -1,4 +1,4 @@
-"""How docstrings become Markdown when the site is built: examples and formulas as code, comments of fields as text."""
+"""Converts docstrings to Markdown for the site: examples and formulas become code, comments of fields become text."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _each(found: re.Match[str]) -> str:
-    """`x, y: text. More.` as two entries, the second with the first sentence alone."""
+    """`x, y: text. More.` as two entries, the second with the first sentence only."""
     (first, *others), text = re.split(r",\s+", found[1]), found[2]
     sentence = re.split(r"(?<=[.;])\s", text, maxsplit=1)[0]
     return "\n".join([f"    {first}: {text}", *(f"    {name}: {sentence}" for name in others)])
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with its doctests and formulas as blocks of code, and with an entry for each argument."""
+    """A docstring with its doctests and formulas as code blocks, and with one entry per argument."""
     text = re.sub(r"(?m)^ {4}(\w+(?:,\s+\w+)+): (.*(?:\n {5,}.*)*)", _each, text)
     text = re.sub(r"\$\$(.*?)\$\$", lambda found: f"\n```text\n{plain(found[1])}\n```\n", text, flags=re.DOTALL)
     text = re.sub(r"\$([^$\n]+)\$", lambda found: f"`{plain(found[1])}`", text)
@@ -59,7 +59,7 @@ class AsMarkdown(Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
-        """A field explained by a comment behind it has that as its docstring."""
+        """Use the comment after a field as its docstring."""
         if attr.docstring is None and attr.parent is not None and attr.parent.is_class and attr.lines:
             _, _, comment = attr.lines[-1].partition("  # ")
             if comment:

@@ -1,6 +1,6 @@
 """The README's pictures of the terminal and of the report: `make screenshots`. It needs chromium.
 
-`covary compare` runs for real in a terminal of its own, which is looked at half way through and at the end.
+It runs `covary compare` in a terminal, and takes a picture half way through and at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 def picture(screen: pyte.Screen) -> list[Text]:
-    """The lines of a terminal, in its colours."""
+    """The lines of a terminal with their colours."""
     lines = []
     for y in range(screen.lines):
         line = Text()
@@ -41,7 +41,7 @@ def picture(screen: pyte.Screen) -> list[Text]:
 
 
 def watched(command: list[str], folder: Path) -> tuple[list[Text], list[Text]]:
-    """A command in a terminal: what is on it in the middle, and at the end."""
+    """The screen of a command half way through and at the end."""
     ours, theirs = pty.openpty()
     screen = pyte.Screen(WIDTH, HEIGHT)
     stream, middle = pyte.ByteStream(screen), []

@@ -1,8 +1,8 @@
-"""A metric of your own, and a run that stops when it is good enough: balanced accuracy where one case in ten is ill.
+"""Your own metric as a target: balanced accuracy for a disease that one person in ten has.
 
 Run it: python examples/custom_metric.py
 
-A model that calls everyone well is right nine times in ten, and its balanced accuracy is 0.5.
+A model that classifies everyone as healthy has an accuracy of 0.9 and a balanced accuracy of 0.5.
 """
 
 import jax
@@ -19,7 +19,7 @@ class Screening:
     def loss(self, params, batch):
         x, y = batch
         wrong = jax.nn.softplus((1 - 2 * y) * (x @ params["w"] + params["b"]))
-        return jnp.mean(jnp.where(y == 1, 9.0, 1.0) * wrong)  # one who is ill counts as much as nine who are well
+        return jnp.mean(jnp.where(y == 1, 9.0, 1.0) * wrong)  # an ill person has the weight of nine healthy ones
 
     def metrics(self, params, batch):
         x, y = batch
@@ -31,13 +31,13 @@ class Screening:
 
 def people(rng, count, ill):
     y = (rng.random(count) < ill).astype(int)
-    signs = np.arange(10) < 5  # half of what is measured differs in the ill
+    signs = np.arange(10) < 5  # half of the features differ in ill people
     return rng.normal(0, 1, (count, 10)) + y[:, None] * signs, y
 
 
 def main():
     rng = np.random.default_rng(0)
-    clients = [people(rng, 100, ill=0.02 if i % 5 else 0.4) for i in range(20)]  # every fifth is a clinic
+    clients = [people(rng, 100, ill=0.02 if i % 5 else 0.4) for i in range(20)]  # every fifth client is a clinic
     problem = cv.supervised(Screening(), cv.FederatedData.from_clients(clients), people(rng, 2000, ill=0.1))
     run = cv.simulate(
         cv.scaffold(eta_l=0.03),
@@ -46,7 +46,7 @@ def main():
         clients_per_round=4,
         local_epochs=5,
         batch_size=20,
-        target=("balanced_accuracy", ">=", 0.86),  # also "<="; without it the name decides: an error is to fall
+        target=("balanced_accuracy", ">=", 0.86),  # also "<="; without it, the metric's name determines the direction
     )
     for round in range(run.rounds):
         accuracy, balanced = run.history["accuracy"][round], run.history["balanced_accuracy"][round]

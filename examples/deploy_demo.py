@@ -1,8 +1,8 @@
-"""`make deploy-demo`: three nodes behind a gate on this machine, with TLS and keys, an outsider, and a node that dies.
+"""`make deploy-demo`: three nodes behind a gate on this machine, with TLS and keys.
 
-They train a PyTorch model on handwritten digits sorted by label, so that each node has its own few of them. After some
-rounds an outsider with the CA's certificate is refused, and one node is killed, as if its machine had lost power, and
-started again. At the end the control variates on all disks are compared. The exit code is 0 if the run reached its
+They train a PyTorch model on handwritten digits sorted by label, so that each node has only a few of the digits. After
+some rounds the gate rejects an outsider who has the CA certificate. Then one node is killed, as in a power failure, and
+started again. At the end the control variates on all disks are audited. The exit code is 0 if the run completed all
 rounds.
 """
 
@@ -21,7 +21,7 @@ NODES = ("hospital-a", "hospital-b", "hospital-c")
 
 
 def outsider(here, home):
-    """What somebody with ca.crt gets at the gate: a name of each attempt, and what Flower's own command said."""
+    """Attempts of someone with ca.crt at the gate: the name of each, and whether the gate rejected it."""
     home.mkdir()
     (home / "config.toml").write_text(connection("gate", here.gate_port, here.folder / "ca.crt"))
     for what, words in {
@@ -40,16 +40,16 @@ def main():
     folder.mkdir(parents=True)
     checkpoint = folder.absolute() / "checkpoint"
     write_app(folder / "demo", with_torch=True)
-    print(f"A Flower app in {folder / 'demo'}, as `covary new-app demo --torch` writes it.")
+    print(f"`covary new-app demo --torch` wrote a Flower app to {folder / 'demo'}.")
     with Federation(folder / "machines", [folder / "demo"]) as here:
-        print("A SuperLink is up, and nginx as its gate. Three nodes register their keys and connect: `covary node`.")
+        print("A SuperLink runs behind nginx as its gate. Three nodes register their keys and connect: `covary node`.")
         for number, name in enumerate(NODES):
             here.register(name)
             here.start_node(name, {"partition-id": number})
         shown = 0
 
         def follow(until):
-            """Show what the server says until something has happened."""
+            """Print the server's log until a condition holds."""
             nonlocal shown
             while True:
                 ended = here.processes["run"].poll() is not None
@@ -72,14 +72,14 @@ def main():
         if here.processes["run"].poll() is not None:
             return 1
         tried = dict(outsider(here, folder / "outsider"))
-        for what, refused in tried.items():
-            print(f"An outsider with ca.crt tries to {what}: {'refused by the gate' if refused else 'LET IN'}.")
+        for what, rejected in tried.items():
+            print(f"An outsider with ca.crt tries to {what}: {'rejected by the gate' if rejected else 'LET IN'}.")
         print("hospital-b loses power (SIGKILL).")
         here.kill("hospital-b")
         here.start_node("hospital-b", {"partition-id": 1})
-        print("It is started again, and again until the SuperLink has noticed that it was gone and lets it in.")
+        print("It is restarted until the SuperLink has noticed that it was gone, and admits it.")
         here.wait_for_node("hospital-b")
-        print("hospital-b is back, with its control variate on its disk.")
+        print("hospital-b is back, with the control variate on its disk.")
         follow(lambda: False)
     ended = outcome(checkpoint)
     print(f"\n{ended}")

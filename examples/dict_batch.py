@@ -2,8 +2,8 @@
 
 Run it: python examples/dict_batch.py
 
-Examples may be any nesting of arrays; `loss` is given a batch of the same nesting. The texts are made up: words of even
-number are more common in texts of label 1, and each client writes of its own subjects, in texts of its own kind.
+Examples may be any nesting of arrays; `loss` gets a batch of the same nesting. The texts are synthetic: words with even
+numbers are more common in texts with label 1, and each client writes about its own subjects.
 """
 
 import jax

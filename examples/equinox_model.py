@@ -1,8 +1,8 @@
-"""An Equinox network: `init` filters its arrays, `loss` and `metrics` combine them with the rest again.
+"""An Equinox network: `init` filters its arrays, `loss` and `metrics` combine them with the rest.
 
 Run it: python examples/equinox_model.py
 
-Filter by `eqx.is_inexact_array`, not `eqx.is_array`: whole numbers are no parameters, and covary refuses them.
+Filter by `eqx.is_inexact_array`, not `eqx.is_array`: whole numbers are not parameters, and covary rejects them.
 """
 
 import equinox as eqx
@@ -43,7 +43,7 @@ def main():
     algorithm = cv.scaffold(eta_l=0.3)
     run = cv.simulate(algorithm, problem, rounds=80, clients_per_round=0.2, local_epochs=5, batch_size=0.2)
     print(f"Test accuracy {run.history['accuracy'][-1]:.3f} after {run.rounds} rounds")
-    trained = eqx.combine(run.params, model.static)  # to use as any other Equinox network
+    trained = eqx.combine(run.params, model.static)  # an ordinary Equinox network
     print("The first test image is a", trained(test[0][0]).argmax())
     return {"scaffold": run}
 

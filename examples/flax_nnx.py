@@ -1,10 +1,10 @@
-"""A Flax NNX network: `init` splits off its parameters, `loss` and `metrics` merge them with its graph again.
+"""A Flax NNX network: `init` splits off its parameters, `loss` and `metrics` merge them with its graph.
 
 Run it: python examples/flax_nnx.py
 
-A loss is a function of parameters and a batch, and of nothing else. Use LayerNorm or GroupNorm: BatchNorm changes its
-statistics while it is called, which Flax refuses here. Dropout has no key to draw from: `network.eval()` before the
-split turns it off. What is no Param (its counters, say) must stay out of `init`: covary refuses whole numbers there.
+A loss is a function of parameters and a batch only. Use LayerNorm or GroupNorm: BatchNorm changes its statistics when
+it is called, which Flax rejects here. Dropout has no key to draw from: `network.eval()` before the split turns it off.
+Anything that is not a Param, such as dropout's counters, does not belong in `init`: covary rejects whole numbers there.
 """
 
 import jax
@@ -49,7 +49,7 @@ def main():
     algorithm = cv.scaffold(eta_l=0.1)
     run = cv.simulate(algorithm, problem, rounds=80, clients_per_round=0.2, local_epochs=5, batch_size=0.2)
     print(f"Test accuracy {run.history['accuracy'][-1]:.3f} after {run.rounds} rounds")
-    network = nnx.merge(model.graph, run.params)  # the trained network, to use as any other
+    network = nnx.merge(model.graph, run.params)  # the trained network, an ordinary Flax network
     print("The first test image is a", network(test[0][:1]).argmax())
     return {"scaffold": run}
 

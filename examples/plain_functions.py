@@ -1,8 +1,8 @@
-"""No library: three plain functions are a model, and its parameters are a list of layers.
+"""A model without a library: plain functions, and a list of layers as parameters.
 
 Run it: python examples/plain_functions.py
 
-Eight stations measure one curve, each on its own stretch of it; together they learn the whole.
+Eight stations measure one curve, each on its own interval. Together they learn the whole curve.
 """
 
 from types import SimpleNamespace

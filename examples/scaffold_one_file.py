@@ -1,7 +1,7 @@
 """SCAFFOLD in one file: Algorithm 1 of the paper, line by line, in plain NumPy loops.
 
 Run it: python examples/scaffold_one_file.py
-covary's tests use `scaffold` below as the oracle for the compiled engine.
+covary's tests compare the compiled engine with `scaffold` below.
 """
 
 import numpy as np
@@ -29,17 +29,17 @@ def scaffold(grads, x, cohorts, K, eta_l, eta_g=1.0, option="II"):
                 c_plus = grads[i](x)
             else:
                 c_plus = c_i[i] - c + (x - y) / (K * eta_l)
-            sum_dy += y - x  # line 13: the client sends how far it moved
-            sum_dc += c_plus - c_i[i]  #          and how its control changed
+            sum_dy += y - x  # line 13: the client sends the change of its model
+            sum_dc += c_plus - c_i[i]  #          and the change of its control variate
             c_i[i] = c_plus  # line 14
         dx, dc = sum_dy / len(S), sum_dc / len(S)  # line 16
         x = x + eta_g * dx  # line 17
-        c = c + len(S) / N * dc  #          N, not |S|: so that c stays the mean of ALL c_i
+        c = c + len(S) / N * dc  #          N, not |S|, so that c stays the mean of ALL c_i
     return x, c, c_i
 
 
 def fedavg(grads, x, cohorts, K, eta_l):
-    """The same without control variates: what SCAFFOLD is compared with."""
+    """FedAvg, for comparison: the same without control variates."""
     for S in cohorts:
         ends = []
         for i in S:

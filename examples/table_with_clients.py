@@ -2,7 +2,7 @@
 
 Run it: python examples/table_with_clients.py
 
-The table is made up here; yours is `pd.read_csv("visits.csv")`.
+The table is synthetic; read yours with `pd.read_csv("visits.csv")`.
 """
 
 import io
@@ -13,7 +13,7 @@ import pandas as pd
 import covary as cv
 
 
-def made_up_csv():
+def synthetic_csv():
     rng = np.random.default_rng(0)
     parts = []
     for name, visits, age in [("Aarau", 300, 45), ("Bern", 120, 60), ("Chur", 60, 75), ("Davos", 30, 80)]:
@@ -28,11 +28,11 @@ def made_up_csv():
 
 
 def main():
-    table = pd.read_csv(io.StringIO(made_up_csv()))
+    table = pd.read_csv(io.StringIO(synthetic_csv()))
     features = table[["age", "pressure", "cholesterol"]]
     features = (features - features.mean()) / features.std()
     features["unknown"] = table["cholesterol"].isna()
-    features = features.fillna(0.0)  # 0 is the mean now, and the flag says that it was put in
+    features = features.fillna(0.0)  # 0 is the mean after standardising; "unknown" marks the filled values
     x, y = features.to_numpy(float), table["ill"].to_numpy(int)
 
     data = cv.partition.by_group(x, y, table["hospital"])

@@ -404,7 +404,13 @@ def ledger_of_two() -> Ledger:
     ledger = Ledger.create(MemoryDisk(), {"server.x": np.ones(D)}, {"weights": "uniform"})
     ledger.join({"a": Member(0, 12, 3), "b": Member(1, 4, 2)}, ledger.arrays)
     ledger.count(
-        {"a": "token"}, {"server.x": np.zeros(D)}, round=7, exchanges_done=1, cohort=["a"], warm=["b"], row={"loss": 1.0}
+        {"a": "token"},
+        {"server.x": np.zeros(D)},
+        round=7,
+        exchanges_done=1,
+        cohort=["a"],
+        warm=["b"],
+        row={"loss": 1.0},
     )
     return ledger
 

@@ -217,7 +217,7 @@ def test_what_became_of_runs_that_diverged_is_told(tmp_path):
     assert (run.exit_code, swept.exit_code) == (1, 1)
     assert json.loads(swept.stdout)["best"] is None
     first, second = sorted(tmp_path.iterdir(), key=lambda path: "sweep" in path.name)
-    assert "Diverged in round 1: its step-size is too large." in (first / "report.html").read_text()
+    assert "Diverged in round 1: the step-size is too large." in (first / "report.html").read_text()
     assert (second / "report.html").read_text().count("<td>diverged</td>") == 1
 
 
@@ -226,7 +226,7 @@ def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
     bench.path.mkdir()
     bench.append({"kind": "header", "quick": True})
     assert "scaffold" in page([bench.path, folders[0]])
-    with pytest.raises(CovaryError, match="is no folder of run, sweep, compare, reproduce, diagnose"):
+    with pytest.raises(CovaryError, match="not a run folder of run, sweep, compare, reproduce, diagnose"):
         page([bench.path])
 
 
@@ -236,7 +236,7 @@ def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
 def test_damaged_facts_are_refused(folders, tmp_path, clients):
     folder = two_rounds(tmp_path)
     folder.describe(clients=clients)
-    with pytest.raises(CovaryError, match="is not what covary writes"):
+    with pytest.raises(CovaryError, match="has unexpected contents"):
         page([folder.path])
 
 
@@ -270,7 +270,7 @@ def test_damaged_records_of_an_experiment_are_refused(change, tmp_path):
         folder.append({"kind": "header", "title": "Table 3", "data": "digits"})
         folder.append(OUTCOME | own)
     assert "holds</span>: It holds." in page([tmp_path / "whole"])
-    with pytest.raises(CovaryError, match="is not what covary writes"):
+    with pytest.raises(CovaryError, match="has unexpected contents"):
         page([tmp_path / "damaged"])
 
 

@@ -91,7 +91,9 @@ def test_a_table_is_written_up_and_its_first_claim_is_scaffolds(name, rows, tmp_
 
     budget = asdict(table.QUICK)
     header = {"data": "made up", "quick": True, "command": "", "budget": budget, "device": "here", "versions": {}}
-    outcome = reproduce.Outcome(name, header, table.rows(found(places), 200), table.claims(found(places), 200), [], 1.0)
+    outcome = reproduce.Outcome(
+        name, header, table.as_table(found(places), 200), table.claims(found(places), 200), [], 1.0
+    )
     assert outcome.claims[0].holds
     assert not table.claims(found(places[::-1]), 200)[0].holds
     assert len(outcome.table[1]) == rows
@@ -147,7 +149,7 @@ def test_an_interrupted_table_goes_on_and_refuses_other_options(tmp_path, monkey
     assert [next(first) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(CovaryError, match=r"lacks 6 cells. Finish it: covary reproduce table4 .*--checkpoint"):
         reproduce.outcome(folder)
-    with pytest.raises(CovaryError, match="was begun with budget"):
+    with pytest.raises(CovaryError, match="was started with budget"):
         next(reproduce.run_table("table4", DATA, folder, "", quick=True, seeds=2))
     (story,) = read(tmp_path)
     assert [len(table.rows) for table in story.tables] == [2]
@@ -173,11 +175,11 @@ def test_errors(tmp_path):
         (["reproduce", "table9"], "EXPERIMENT must be one of"),
         (["reproduce", "table3", "--pixels", "blue"], "--pixels must be"),
         (["reproduce", "table4", "--resume"], "--resume needs --checkpoint"),
-        (["reproduce", "table4", "--resume", "--checkpoint", str(tmp_path / "nowhere")], "holds no run to go on with"),
-        (["reproduce", "table3", "--out", "/dev/null/x"], "A run folder cannot be made in /dev/null/x"),
+        (["reproduce", "table4", "--resume", "--checkpoint", str(tmp_path / "nowhere")], "holds no run to resume"),
+        (["reproduce", "table3", "--out", "/dev/null/x"], "A run folder cannot be created in /dev/null/x"),
         (["data", "show", "digits", "--out", str(tmp_path / "no" / "a.png")], "--out must be a .png file"),
         (["data", "show", "digits", "--seed", "-1"], "seed must be"),
-        (["data", "show", "heart-disease", "--clients", "3"], "The hospitals are the clients"),
+        (["data", "show", "heart-disease", "--clients", "3"], "The clients of heart-disease are its hospitals"),
         (["data", "emnist", "--root", "x", "--split", "cursive"], "--split must be"),
         (["sweep", "scaffold", "--eta-l", "0.1,fast"], "--eta-l must be numbers separated by commas"),
         (["sweep", "scaffold", "--race"], "race=True needs a target"),

@@ -92,11 +92,11 @@ _SENT: weakref.WeakKeyDictionary[Problem, tuple[Any, Any, Any]] = weakref.WeakKe
 
 
 def on_devices(problem: Problem, place: Place) -> tuple[Any, Any]:
-    """A problem's training examples, and those that metrics are measured on (the test set, else the training data),
-    sent to the devices once. Streamed data stays where it is: the first, and without a test set the second, is None."""
+    """A problem's training examples, and the examples for metrics (the test set, else the training data), sent to the
+    devices once. With streamed data the first, and without a test set also the second, is None."""
     sent = _SENT.get(problem)
     if sent is None or sent[0] != place.devices:
-        _SENT.pop(problem, None)  # one place at a time: data can be large
+        _SENT.pop(problem, None)  # only one copy: data can be large
         examples = None if problem.data.streamed else lay_out(place, problem.data.on_device)
         _SENT[problem] = (place.devices, examples, examples if problem.test is None else lay_out(place, problem.test))
     return _SENT[problem][1:]

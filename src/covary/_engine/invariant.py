@@ -15,7 +15,7 @@ from covary._engine.program import Program, State, World
 from covary.algorithm import Algorithm
 from covary.errors import CovaryError
 
-BLOCK = 1024  # clients read at a time when all are
+BLOCK = 1024  # clients read at a time when all are read
 
 
 class BrokenInvariant(CovaryError):
@@ -104,7 +104,7 @@ def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | Non
     rows = getattr(clients, field)
     ids = np.arange(len(p))
     total = np.zeros(rows.shape[1:])
-    if seen is not None and not seen.all():  # all the others have one and the same row
+    if seen is not None and not seen.all():  # all other clients have the initial row
         total += p[~seen].sum() * np.asarray(rows[int(np.flatnonzero(~seen)[0])], float)
         ids = ids[seen]
     for block in np.split(ids, range(BLOCK, len(ids), BLOCK)):

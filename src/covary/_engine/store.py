@@ -30,9 +30,8 @@ class HostStore:
 
     def __init__(self, row: Any, n_clients: int):
         def for_all(leaf: np.ndarray) -> np.ndarray:
-            rows = np.zeros(
-                (n_clients, *leaf.shape), leaf.dtype
-            )  # the system allocates memory only where a row is written
+            # the system allocates memory only where a row is written
+            rows = np.zeros((n_clients, *leaf.shape), leaf.dtype)
             if leaf.any():
                 rows[:] = leaf
             return rows

@@ -1,1 +1,1 @@
-"""`covary bench`: our round beside the floor of the hardware, PyTorch, and other simulators, in one run."""
+"""`covary bench`: time covary, the bare matrix products, PyTorch and other simulators in one run."""

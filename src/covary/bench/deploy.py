@@ -1,4 +1,4 @@
-"""A round of a deployed run, against Flower's own FedAvg: the same model, data and steps, the same machines."""
+"""A round of a deployed run against Flower's FedAvg, with the same model, data, steps and machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def data(context):
     torch.manual_seed(int(context.node_config["partition-id"]))
     return torch.rand(SIZE, FEATURES), torch.randint(CLASSES, (SIZE,))
 """
-OURS = {
+COVARY = {
     "client": """
         from covary.flower import Limits, torch_client_app
         from {package}.task import data, loss, network
@@ -53,7 +53,7 @@ OURS = {
         )
     """,
 }
-FLOWERS = {
+FLOWER = {
     "client": """
         import torch
         from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -93,7 +93,7 @@ FLOWERS = {
 
         class Timed(FedAvg):
             def configure_train(self, *args, **kwargs):
-                self.begun = time.monotonic()
+                self.started = time.monotonic()
                 return super().configure_train(*args, **kwargs)
 
             def aggregate_train(self, server_round, replies):
@@ -104,7 +104,7 @@ FLOWERS = {
                     for record in reply.content.array_records.values()
                     for array in record.values()
                 )
-                row = {{"round": server_round, "seconds": time.monotonic() - self.begun, "bytes_up": up}}
+                row = {{"round": server_round, "seconds": time.monotonic() - self.started, "bytes_up": up}}
                 with (self.folder / "results.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\\n")
                 return super().aggregate_train(server_round, replies)
@@ -124,7 +124,7 @@ FLOWERS = {
 
 
 def time_rounds(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Seconds and bytes up a round, of covary's SCAFFOLD and of Flower's FedAvg, on a SuperLink with TLS and keys."""
+    """Seconds and uploaded bytes per round of covary's SCAFFOLD and Flower's FedAvg, with TLS and keys."""
     from covary.flower.local import Federation
 
     rounds = 2 if quick else 8
@@ -133,19 +133,19 @@ def time_rounds(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]
         sizes = {"steps": 2, "batch": 5, "features": 10, "classes": 3, "size": 20}
     records = []
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
-        for name, files in (("ours", OURS), ("flowers", FLOWERS)):
+        for name, files in (("scaffold", COVARY), ("fedavg", FLOWER)):
             _write(Path(temporary) / name, name, files, sizes)
-        apps = [Path(temporary) / name for name in ("ours", "flowers")]
+        apps = [Path(temporary) / name for name in ("scaffold", "fedavg")]
         here = stack.enter_context(Federation(Path(temporary) / "here", apps))
         for number in range(NODES):
             here.register(f"node{number}")
             here.start_node(f"node{number}", {"partition-id": number})
-        for who, name in (("covary, SCAFFOLD", "ours"), ("Flower, FedAvg", "flowers")):
+        for who, name in (("covary, SCAFFOLD", "scaffold"), ("Flower, FedAvg", "fedavg")):
             say(f"deployed rounds: {who}")
             folder = Path(temporary) / f"{name}-checkpoint"
             here.run(Path(temporary) / name, {"rounds": rounds, "checkpoint": str(folder)}, name)
             here.wait(name)
-            rows = RunFolder(folder).read()[1:]  # without the first, in which programs are compiled
+            rows = RunFolder(folder).read()[1:]  # without the first round, which compiles
             record = {column: float(np.median([row[column] for row in rows])) for column in ("seconds", "bytes_up")}
             records.append({"what": "deploy", "who": who, "nodes": NODES, **record})
     return records

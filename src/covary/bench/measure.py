@@ -1,4 +1,4 @@
-"""The measurements: each returns plain numbers that go into one JSON record."""
+"""The measurements of `covary bench`. Each returns plain numbers for JSON records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SWEEP = {"eta_l": list(np.logspace(-2, -0.5, 8))}
 
 
 def measured_on() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the versions behind the measurements."""
     first = jax.devices()[0]
     return {
         "device": first.device_kind if first.platform != "cpu" else machine.processor(),
@@ -43,16 +43,16 @@ def measured_on() -> dict[str, Any]:
     }
 
 
-def ours(workload: Workload, seconds: float, **how: Any) -> dict[str, float]:
-    """Seconds a round of SCAFFOLD in `simulate`, evaluation left out, and seconds until the first round was there."""
+def covary_round(workload: Workload, seconds: float, **how: Any) -> dict[str, float]:
+    """Seconds per round of SCAFFOLD in `simulate` without evaluation, and seconds until the first round is done."""
     problem = workload.problem()
     clock = Clock()
     simulate(scaffold(eta_l=torch_rivals.ETA_L), problem, log=clock.tick, **_training(workload, seconds), **how)
     return {"seconds": clock.fastest(), "first_round": clock.ticks[0][0] - clock.start}
 
 
-def our_sweep(workload: Workload, seconds: float) -> float:
-    """Seconds a round of all 24 members, 8 step-sizes with 3 seeds each."""
+def covary_sweep(workload: Workload, seconds: float) -> float:
+    """Seconds per round of all 24 members, 8 step-sizes with 3 seeds each."""
     clock = Clock()
     training = _training(workload, seconds)
     swept(scaffold, workload.problem(), SWEEP, seeds=[0, 1, 2], log=clock.tick, **training)
@@ -60,7 +60,7 @@ def our_sweep(workload: Workload, seconds: float) -> float:
 
 
 def _training(workload: Workload, seconds: float) -> dict[str, Any]:
-    """The paper's round, so many times that it takes about so many seconds, without evaluation but the last."""
+    """The arguments of `simulate` for about `seconds` seconds of the paper's round, evaluated only at the end."""
     flops = 4 * workload.cohort * workload.steps * workload.batch * workload.features * workload.classes
     speed = {"cpu": 1e11, "gpu": 1.5e13}[jax.devices()[0].platform if jax.devices()[0].platform == "gpu" else "cpu"]
     slower = {"logistic": 1, "mlp": 3.5, "cnn": 300}[workload.model]
@@ -74,7 +74,7 @@ def _training(workload: Workload, seconds: float) -> dict[str, Any]:
 
 
 class Clock:
-    """When each round was told. The rounds of one call are told together, when it has ended."""
+    """The time at which each round is logged. The rounds of one chunk are logged together, when it ends."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -84,10 +84,10 @@ class Clock:
         self.ticks.append((time.perf_counter(), r))
 
     def fastest(self) -> float:
-        """Seconds a round of the fastest call that took its share of time, without the last, which evaluates.
+        """Seconds per round of the fastest chunk, without the last one, which evaluates.
 
-        A call is known by the wait before it: one of at least a fifth of the longest, the compilation left aside. What
-        is shorter (a hiccup while rounds are told, or the first calls of one short round) begins no call.
+        A chunk starts after a wait of at least a fifth of the longest wait, compilation excluded. Shorter waits (a
+        hiccup while rounds are logged, or the first chunks of one short round) are ignored.
         """
         times, rounds = (np.array(column, float) for column in zip(*self.ticks, strict=True))
         waits = np.diff(times)
@@ -98,7 +98,7 @@ class Clock:
 
 
 def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
-    """The paper's round, ours and everyone else's, one after the other on the same data."""
+    """The paper's round in covary, PyTorch and other simulators, one after the other on the same data."""
     gpu = jax.devices()[0].platform == "gpu"
     device = "cuda" if gpu else "cpu"
     records = []
@@ -106,9 +106,9 @@ def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
         if quick:
             workload = replace(workload, n_clients=6, cohort=2, steps=2, size=390)
         repeats, span = (1, 0.1) if quick else (5, 5.0)
-        entries: dict[str, Callable[[], float]] = {"covary": lambda w=workload, s=span: ours(w, s)["seconds"]}
+        entries: dict[str, Callable[[], float]] = {"covary": lambda w=workload, s=span: covary_round(w, s)["seconds"]}
         if gpu:
-            entries["covary, bfloat16"] = lambda w=workload, s=span: ours(w, s, precision="bfloat16")["seconds"]
+            entries["covary, bfloat16"] = lambda w=workload, s=span: covary_round(w, s, precision="bfloat16")["seconds"]
         if importlib.util.find_spec("torch") is not None:
             if not gpu:
                 entries["matrix products alone"] = lambda w=workload, n=repeats: torch_rivals.floor(w, n)
@@ -134,17 +134,22 @@ def _attempt(work: Callable[[], float]) -> dict[str, Any]:
 
 
 def sweep(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """A tuned comparison's worth: 24 runs at once against one."""
+    """A sweep of 24 runs against one run."""
     workload = replace(W1, n_clients=6, cohort=2, steps=2, size=390) if quick else W1
     say("one run, then a sweep of 24")
     span = 0.1 if quick else 5.0
     return [
-        {"what": "sweep", "members": 24, "one": ours(workload, span)["seconds"], "seconds": our_sweep(workload, span)}
+        {
+            "what": "sweep",
+            "members": 24,
+            "one": covary_round(workload, span)["seconds"],
+            "seconds": covary_sweep(workload, span),
+        }
     ]
 
 
 def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """The convolutional network: clients in the width that the trial chose, against a compiled PyTorch loop."""
+    """The convolutional network: clients in the width that covary's trial chooses, against PyTorch loops."""
     gpu = jax.devices()[0].platform == "gpu"
     workload = CNN if gpu else replace(CNN, n_clients=10, cohort=4, steps=2)
     if quick:
@@ -152,7 +157,7 @@ def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
     records = []
     for who, how in {"covary": {}, "covary, one by one": {"width": 1}, "covary, all at once": {"width": 20}}.items():
         say(f"CNN: {who}")
-        work = _attempt(lambda how=how: ours(workload, 0.1 if quick else 5.0, **how)["seconds"])
+        work = _attempt(lambda how=how: covary_round(workload, 0.1 if quick else 5.0, **how)["seconds"])
         records.append({"what": "round", "workload": "CNN", "who": who, **work})
     if importlib.util.find_spec("torch") is not None:
         device = "cuda" if gpu else "cpu"
@@ -164,8 +169,8 @@ def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
 
 
 def first(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """Seconds from a cold start: `covary compare` to its first finished rounds, and W1's first round; with an empty
-    cache of programs, and again with what that left."""
+    """Seconds from a cold start to the first rounds of `covary compare` and of W1, with an empty compilation cache, and
+    again with the filled one."""
     records = []
     with tempfile.TemporaryDirectory() as home:
         for cache in ("empty", "filled"):
@@ -179,11 +184,12 @@ def first(quick: bool, say: Say) -> list[dict[str, Any]]:
 
 
 def _first_round(quick: bool, environment: dict[str, str]) -> dict[str, float]:
-    """Of W1 in a process of its own: the time of the first round, and that less another round's."""
+    """For W1 in a new process: the time to the first round, and this time minus that of a later round."""
     sizes = "n_clients=6, cohort=2, steps=2, size=390" if quick else ""
     code = (
-        "import dataclasses; from covary.bench.measure import ours; from covary.bench.workloads import W1;"
-        f"m = ours(dataclasses.replace(W1, {sizes}), 1.0); print(m['first_round'], m['first_round'] - m['seconds'])"
+        "import dataclasses; from covary.bench.measure import covary_round; from covary.bench.workloads import W1;"
+        f"m = covary_round(dataclasses.replace(W1, {sizes}), 1.0);"
+        "print(m['first_round'], m['first_round'] - m['seconds'])"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     first_round, compilation = map(float, done.stdout.split())
@@ -191,7 +197,7 @@ def _first_round(quick: bool, environment: dict[str, str]) -> dict[str, float]:
 
 
 def _seconds_to(text: str, command: list[str], environment: dict[str, str]) -> float:
-    """Seconds until a command has shown some text on its terminal; it is stopped then."""
+    """Seconds until a command prints a text on its terminal. The command is then stopped."""
     master, slave = pty.openpty()
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, env=environment)
@@ -208,7 +214,7 @@ def _seconds_to(text: str, command: list[str], environment: dict[str, str]) -> f
 
 
 def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """How a round grows: with N up to a million clients on disk, and with S, K and d."""
+    """The time per round by N, up to a million clients on disk, and by S, K and d."""
     records = []
     sizes = [100, 1000] if quick else [10**3, 10**4, 10**5, 10**6]
     with tempfile.TemporaryDirectory() as folder:
@@ -221,25 +227,25 @@ def growth(quick: bool, say: Say) -> list[dict[str, Any]]:
         for value in values[:2] if quick else values:
             say(f"{name} = {value}")
             records.append(
-                {"what": "linear", "in": name, "value": value, "seconds": _plain(base | {name: value}, quick)}
+                {"what": "linear", "in": name, "value": value, "seconds": _seconds_at(base | {name: value}, quick)}
             )
     return records
 
 
 def deploy(quick: bool, say: Say) -> list[dict[str, Any]]:
-    """A deployed round against plain Flower, where Flower and PyTorch are installed."""
+    """A deployed round against plain Flower. It needs Flower and PyTorch."""
     return deployed.time_rounds(quick, say)
 
 
 def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
-    """Logistic regression 784 -> 10 (d = 7,850), 5 examples a client, 100 clients a round, states and data on disk."""
+    """Logistic regression 784 -> 10 (d = 7,850), 5 examples per client, S = 100, states and data on disk."""
     rng = np.random.default_rng(0)
     pool = rng.integers(0, 256, (10_000, 784), dtype=np.uint8)
     where = folder / str(n)
     places = rng.integers(0, 9_995, n)
     FederatedData.write(where, ((pool[k : k + 5], np.arange(k, k + 5) % 10) for k in places))
     if hasattr(os, "sync"):
-        os.sync()  # what was just made is on the disk before rounds are timed
+        os.sync()  # the data reaches the disk before rounds are timed
     data = FederatedData.open(where, stream=True)
     problem = supervised(logistic_regression(784, 10), data, test=(pool[:500], np.arange(500) % 10))
     marks, resident = [], []
@@ -265,7 +271,7 @@ def _many_clients(n: int, folder: Path, rounds: int) -> dict[str, float]:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds now."""
+    """The resident memory of this process in bytes."""
     if Path("/proc/self/statm").is_file():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import resource
@@ -273,9 +279,10 @@ def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _plain(sizes: dict[str, int], quick: bool) -> float:
-    """Seconds a round with so many clients a round, steps and parameters, the rest being equal."""
+def _seconds_at(sizes: dict[str, int], quick: bool) -> float:
+    """Seconds per round for given S, K and d."""
     S, K, classes = sizes["S"], sizes["K"], sizes["d"] // 785
-    small = 4 if quick else 1
-    workload = Workload("plain", "logistic", 80, S // small, K // small, 50, 100, 784, 0, max(2, classes // small))
-    return ours(workload, 0.1 if quick else 2.0)["seconds"]
+    divisor = 4 if quick else 1
+    classes = max(2, classes // divisor)
+    workload = Workload("plain", "logistic", 80, S // divisor, K // divisor, 50, 100, 784, 0, classes)
+    return covary_round(workload, 0.1 if quick else 2.0)["seconds"]

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
-"""Other simulators on the same round: pfl, Flower and FLGo, each through its own API and its own training loop.
+"""Other simulators on the same round: pfl, Flower and FLGo, each with its own API and its own training loop.
 
-Every peer runs on the CPU, in a fresh process, so that its settings, seeds and logs do not leak into ours. Its data are
-float tensors in memory before the clock starts, its batches come in the stored order, and it does not evaluate in the
-timed rounds. The first round is not timed.
+Each runs on the CPU in a new process, so that its settings, seeds and logs do not affect covary. Its data are float
+tensors in memory before the clock starts, its batches come in the stored order, and it does not evaluate in the timed
+rounds. The first round is not timed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ LEARNING_RATE = 0.1
 
 
 def pfl_round(workload: Workload, rounds: int, processes: int | None = None) -> float:
-    """Seconds of pfl's fastest round of FedAvg.
-
-    Runs in one process per core, joined as `torchrun` joins them, or in as many `processes` as are asked for.
-    """
+    """Seconds of pfl's fastest round of FedAvg, in one process per core or in `processes`, as with `torchrun`."""
     processes = processes or min(cores(), workload.cohort)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -69,15 +66,15 @@ def flgo_scaffold_round(workload: Workload, rounds: int) -> float:
 
 
 def _alone(call: str, workload: Workload, places: list[dict[str, str]]) -> float:
-    """Evaluate a call in fresh processes, one for each set of environment variables; the value is the first one's."""
+    """Evaluate a call in new processes, one per set of environment variables, and return the value of the first."""
     if workload.model not in ("logistic", "mlp"):
-        raise RuntimeError(f"the model {workload.model!r} is not written for the other simulators")
+        raise RuntimeError(f"the model {workload.model!r} is not implemented for the other simulators")
     if workload.size % workload.batch or workload.steps % (workload.size // workload.batch):
         raise RuntimeError(f"{workload.steps} steps are not whole epochs of equal batches")
     code = "from covary.bench import peers; from covary.bench.workloads import Workload; "
     code += f"print(peers.{call}, flush=True)"
     if len(places) > 1:
-        code += "; import os; os._exit(0)"  # processes that are joined can abort each other when they end by themselves
+        code += "; import os; os._exit(0)"  # connected processes can abort each other at a normal exit
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         children: list[subprocess.Popen[str]] = []
@@ -97,7 +94,7 @@ def _alone(call: str, workload: Workload, places: list[dict[str, str]]) -> float
 
 
 def _fastest(ends: list[float]) -> float:
-    """The shortest time between two ends of rounds; the first entry is the end of the round that is not timed."""
+    """The shortest time between the ends of two rounds; the first entry is the end of the untimed round."""
     return min(b - a for a, b in itertools.pairwise(ends))
 
 

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The same rounds in PyTorch: the matrix products alone, a client after the other, and all clients in one batch."""
+"""The same rounds in PyTorch: the matrix products alone, client by client, and all clients in one batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ETA_L = 0.05
 
 
 def fastest(work: Callable[[], Any], repeats: int, wait: Callable[[], Any] = lambda: None) -> float:
-    """Seconds of the fastest of several calls, after one that is not timed."""
+    """Seconds of the fastest of several calls, after a warm-up call."""
     times = []
     for _ in range(repeats + 1):
         wait()
@@ -36,7 +36,7 @@ def layers(workload: Workload) -> list[tuple[int, int]]:
 
 
 def floor(workload: Workload, repeats: int) -> float:
-    """The matrix products of a round and nothing else: the faster of one process a core and of batched products."""
+    """Only the matrix products of a round: the faster of one process per core and batched products."""
     return min(_products_by_processes(workload, repeats), _products_in_batches(workload, repeats, "cpu"))
 
 
@@ -100,13 +100,13 @@ def _waiter(device: str) -> Callable[[], None]:
 
 
 class Clients:
-    """The clients' data as tensors of floats, and a server with SCAFFOLD's control variates."""
+    """The clients' data as float tensors, and a server with SCAFFOLD's control variates."""
 
     def __init__(self, workload: Workload, device: str):
         import torch
 
         self.torch, self.workload, self.device = torch, workload, device
-        torch.set_float32_matmul_precision("high")  # on a GPU, TensorFloat-32 as JAX has it
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32 on a GPU, as in JAX
         self.x = torch.from_numpy(workload.x).to(device).float().div_(255)
         if workload.model == "cnn":
             side = int(workload.features**0.5)
@@ -154,7 +154,7 @@ class Clients:
 
 
 def per_client_loop(workload: Workload, repeats: int, device: str = "cpu", compiled: bool = False) -> float:
-    """What most people write: a Python loop over clients and steps, autograd, one model."""
+    """The usual implementation: a Python loop over clients and steps with autograd and one model."""
     import torch
 
     all_clients = Clients(workload, device)
@@ -194,7 +194,7 @@ def per_client_loop(workload: Workload, repeats: int, device: str = "cpu", compi
 
 
 def batched_clients(workload: Workload, repeats: int, device: str = "cpu") -> float:
-    """The cohort as one batch of products, gradients written out by hand: the best that PyTorch's own kernels give."""
+    """The cohort as one batch of products with hand-written gradients: the fastest form with PyTorch's own kernels."""
     import torch
 
     all_clients = Clients(workload, device)

@@ -1,4 +1,4 @@
-"""What is timed: the paper's round, with three models on made-up images of EMNIST's shape."""
+"""The workloads: the paper's round, with three models on synthetic images of EMNIST's shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covary.problem import Problem, supervised
 
 @dataclass(frozen=True)
 class Workload:
-    """A round of S clients out of N, each with K steps on batches of `batch` images of 28 x 28 pixels in 62 classes."""
+    """A round of S of N clients, each with K steps on batches of `batch` images of 28 x 28 pixels in 62 classes."""
 
     name: str
     model: str  # "logistic", "mlp" or "cnn"
@@ -39,7 +39,7 @@ class Workload:
         return rng.integers(0, self.classes, (self.n_clients, self.size), dtype=np.int32)
 
     def problem(self) -> Problem:
-        """The same for covary."""
+        """The workload as a covary problem."""
         examples = (self.x.reshape(-1, self.features), self.y.reshape(-1))
         data = FederatedData(examples, [self.size] * self.n_clients)
         model = {

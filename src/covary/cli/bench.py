@@ -31,8 +31,8 @@ def bench(
 ) -> None:
     """Time the paper's round in covary, in PyTorch and in other installed simulators, side by side.
 
-    PARTS are any of rounds, sweep, cnn, first, growth and deploy. Only ratios within one run are meaningful.
-    The comparison needs PyTorch (pip install torch).
+    PARTS are any of rounds, sweep, cnn, first, growth and deploy.
+    Only ratios within one run are meaningful. The comparison needs PyTorch (pip install torch).
 
     Example: covary bench rounds sweep
     """
@@ -85,7 +85,7 @@ def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:
     for r in records:
         if r["what"] == "sweep":
             ratio = r["seconds"] / r["one"]
-            terminal.show(f"Sweep of {r['members']}: {1000 * r['seconds']:.1f} ms a round, {ratio:.1f} × one run.")
+            terminal.show(f"Sweep of {r['members']}: {1000 * r['seconds']:.1f} ms per round, {ratio:.1f} × one run.")
         elif r["what"] == "first":
             terminal.show(
                 f"Cache {r['cache']}: covary compare shows finished rounds after {r['compare']:.1f} s; W1 compiles and "
@@ -93,8 +93,8 @@ def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:
             )
         elif r["what"] == "clients":
             held = f"{r['resident_bytes'] / 1e9:.2f} GB resident"
-            terminal.show(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms a round of {r['S']} clients, {held}.")
+            terminal.show(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms per round of {r['S']} clients, {held}.")
         elif r["what"] == "deploy":
-            terminal.show(f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes up a deployed round.")
+            terminal.show(f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes up per deployed round.")
         elif r["what"] == "linear":
-            terminal.show(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms a round.")
+            terminal.show(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms per round.")

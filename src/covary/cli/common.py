@@ -29,7 +29,9 @@ Name = Annotated[str, typer.Argument(help="One of: " + ", ".join(ALGORITHMS) + "
 Rounds = Annotated[int, typer.Option(help="Communication rounds.")]
 PerRound = Annotated[
     float | None,
-    typer.Option(help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
+    typer.Option(
+        help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; 0 for heart-disease and CSV]"
+    ),
 ]
 Steps = Annotated[int | None, typer.Option(help="Local steps K per round.")]
 Epochs = Annotated[int | None, typer.Option(help="Local epochs per round, instead of local steps. \\[default: 5]")]
@@ -88,7 +90,7 @@ def run_folder(
     """
     if resume and checkpoint is None:
         raise CovaryError("--resume needs --checkpoint DIR, the run folder to resume.")
-    if resume and checkpoint is not None and not RunFolder(checkpoint).begun:
+    if resume and checkpoint is not None and not RunFolder(checkpoint).started:
         raise CovaryError(f"{checkpoint} holds no run to resume. Leave out --resume to start one there.")
     folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
     try:
@@ -98,7 +100,7 @@ def run_folder(
             yield folder
         report(folder, terminal, show)
     except KeyboardInterrupt:
-        if folder.begun:
+        if folder.started:
             again = f"{command_of(context)} --checkpoint {shlex.quote(str(folder.path))} --resume"
             terminal.say(f"Stopped. The run is saved in {folder.path}. To resume it:\n{again}")
         else:
@@ -110,8 +112,8 @@ def run_folder(
 
 def describe(folder: RunFolder, context: typer.Context) -> None:
     """Save how, when and on which machine a command runs, for the report."""
-    begun, versions = folder.about().get("started", _now()), machine.versions("covary", "jax")
-    folder.describe(command=command_of(context), started=begun, ended=None, device=machine.device(), **versions)
+    started, versions = folder.about().get("started", _now()), machine.versions("covary", "jax")
+    folder.describe(command=command_of(context), started=started, ended=None, device=machine.device(), **versions)
 
 
 def ended(folder: RunFolder) -> None:

@@ -30,16 +30,17 @@ def compare(
 ) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on handwritten digits, each with its step-size tuned.
 
-    20 clients with 0, 10 and 100 % similarity, 20 % of them sampled per round, 5 local epochs of 5 steps: the paper's
-    setup on a data set that needs no download. Ctrl-C saves the run and prints the command that resumes it. After a
-    crash, the same command with --checkpoint DIR resumes it.
+    There are 20 clients with 0, 10 and 100 % similarity, 20 % of them sampled per round, and 5 local epochs of 5 steps.
+    This is the paper's setup on a data set that needs no download.
+    Ctrl-C saves the run and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary compare --seeds 1 --rounds 100
     """
     from covary.experiments.common import Budget
     from covary.experiments.digits import CASES, SIMILARITIES, digits_problem
     from covary.experiments.digits import compare as cells
-    from covary.experiments.folder import held_cells, keep_cell
+    from covary.experiments.folder import save_cell, saved_cells
     from covary.report.story import clients_of
 
     terminal = Terminal(as_json, quiet)
@@ -51,7 +52,7 @@ def compare(
         shown = ((f"digits, {100 * s:g} % similarity", digits_problem(budget.clients, s).data) for s in SIMILARITIES)
         folder.describe(problem="digits", clients=[clients_of(data, title) for title, data in shown])
         header = {"kind": "header", "data": "digits", "target": target, "budget": asdict(budget)}
-        done = held_cells(folder, header, ("data", "target", "budget"))
+        done = saved_cells(folder, header, ("data", "target", "budget"))
         with terminal.progress("cells", len(CASES), len(done)) as progress:
 
             def log(cell: str, number: int, values: dict[str, float]) -> None:
@@ -59,7 +60,7 @@ def compare(
 
             todo = [case for case in CASES if case not in done]
             for number, (cell, curves) in enumerate(cells(todo, budget, target, log, folder.checkpoint), 1 + len(done)):
-                keep_cell(folder, cell, curves=curves)
+                save_cell(folder, cell, curves=curves)
                 progress.update(number, str(cell.case))
         _show(terminal, folder, budget, target)
 

@@ -35,7 +35,9 @@ def diagnose(
     rounds: Annotated[int, typer.Option(help="The number of rounds you plan to train for.")] = 100,
     clients_per_round: Annotated[
         float | None,
-        typer.Option(help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; all hospitals]"),
+        typer.Option(
+            help="Clients per round: a number, a fraction, or 0 for all. \\[default: 0.2; 0 for heart-disease and CSV]"
+        ),
     ] = None,
     local_steps: Annotated[int | None, typer.Option(help="Local steps K, if fixed.")] = None,
     max_local_steps: Annotated[int, typer.Option(help="The largest K to consider.")] = 100,
@@ -55,8 +57,8 @@ def diagnose(
 ) -> None:
     """Measure how different the clients are, and recommend an algorithm, K and step-sizes.
 
-    DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file. This takes a minute on digits. For your own
-    model, call covary.diagnose(problem) in Python.
+    DATASET is digits, emnist, fashion-mnist, heart-disease or a CSV file. This takes a minute on digits.
+    For your own model, call covary.diagnose(problem) in Python.
 
     Example: covary diagnose digits --similarity 0.1 --target 0.95
 
@@ -64,7 +66,7 @@ def diagnose(
     """
     from covary.report.diagnosis import save_diagnosis
     from covary.theory.diagnose import check_advice
-    from covary.theory.diagnose import diagnose as diagnosed
+    from covary.theory.diagnose import diagnose as run_diagnosis
 
     terminal = Terminal(as_json, quiet)
     aim = _target(target, target_loss)
@@ -84,7 +86,7 @@ def diagnose(
             def say(text: str) -> None:
                 progress.update(what=text)
 
-            found = diagnosed(
+            found = run_diagnosis(
                 problem,
                 rounds,
                 local_steps=local_steps,

@@ -38,9 +38,10 @@ def reproduce(
 ) -> None:
     """Reproduce a figure or table of the SCAFFOLD paper, and check the paper's claims against the measurements.
 
-    EXPERIMENT is fig3, table3, table4, table5 or all. The tables need EMNIST: covary data emnist --root data.
-    Without a GPU use --quick. Ctrl-C saves the run and prints the command that resumes it. After a crash, the same
-    command with --checkpoint DIR resumes it.
+    EXPERIMENT is fig3, table3, table4, table5 or all.
+    The tables need EMNIST: covary data emnist --root data. Without a GPU use --quick.
+    Ctrl-C saves the run and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary reproduce table3 --data data --quick
     """

@@ -62,9 +62,10 @@ def run(
 ) -> None:
     """Run one algorithm on handwritten digits, another data set or your own CSV file, and write a report.
 
-    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. A CSV file needs a column that names
-    the client of each row. Ctrl-C saves the run and prints the command that resumes it. After a crash, the same
-    command with --checkpoint DIR resumes it.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime.
+    A CSV file needs a column that names the client of each row.
+    Ctrl-C saves the run and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary run scaffold --eta-l 1 --rounds 50 --similarity 0.1
 
@@ -81,17 +82,17 @@ def run(
     options = common.training(context, of)
     for note in of.notes:
         terminal.say(note, style="dim")
-    started, begun = time.perf_counter(), False
+    started, trimmed = time.perf_counter(), False
     with common.run_folder(context, terminal, f"run-{algorithm}", out, checkpoint, resume, show) as folder:
         folder.describe(algorithm=str(chosen), problem=of.title, clients=[of.described()])
         with terminal.progress("rounds", rounds) as progress, tracker(folder, progress, str(chosen), context) as also:
             progress.update(what="compiling")
 
             def log(number: int, values: dict[str, float]) -> None:
-                nonlocal begun
-                if not begun:
+                nonlocal trimmed
+                if not trimmed:
                     folder.cut(number - 1)  # rounds after the checkpoint are repeated
-                    begun = True
+                    trimmed = True
                 folder.append({"round": number, **values})
                 progress.update(number, f"{algorithm}  {metrics_text(values)}")
                 if also is not None:
@@ -152,8 +153,9 @@ def sweep(
 ) -> None:
     """Run every combination of step-sizes and seeds on a data set, as one compiled program.
 
-    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime. Ctrl-C saves the sweep and prints the
-    command that resumes it. After a crash, the same command with --checkpoint DIR resumes it.
+    ALGORITHM is sgd, fedavg, fedprox, scaffold, dane, vrl_sgd, feddyn or mime.
+    Ctrl-C saves the sweep and prints the command that resumes it.
+    After a crash, the same command with --checkpoint DIR resumes it.
 
     Example: covary sweep scaffold --eta-l 0.1,1,10 --target 0.95
     """

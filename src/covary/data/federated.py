@@ -17,7 +17,7 @@ from covary.errors import CovaryError, refused
 from covary.runs.machine import device_memory
 from covary.runs.rowfile import RowFile
 
-PASS = 16_384  # examples read at a time in a pass over everything
+PASS = 16_384  # examples read at a time in a pass over all of them
 
 
 class FederatedData:
@@ -116,12 +116,14 @@ class FederatedData:
         FederatedData(3 clients, 6 examples, 1 to 3 each)
         """
         if not isinstance(clients, Iterable):
-            raise refused("clients", "a list or generator of batches", type(clients).__name__, "Yield one (x, y) each.")
+            raise refused(
+                "clients", "a list or generator of batches", type(clients).__name__, "Yield one (x, y) per client."
+            )
 
         def checked() -> Iterator[Any]:
             for i, client in enumerate(clients):
                 if i == 0:
-                    FederatedData.from_clients([client])  # refused here as it would be in memory
+                    FederatedData.from_clients([client])  # the same checks as for data in memory
                 yield client
 
         write_folder(checked_path("folder", folder), checked())
@@ -217,7 +219,7 @@ class FederatedData:
 
 
 class StreamedData(FederatedData):
-    """A data set that stays in its folder; only the cohort's examples are read."""
+    """A data set that stays in its folder. Each round reads only the cohort's examples."""
 
     streamed = True
 
@@ -230,7 +232,7 @@ class StreamedData(FederatedData):
         ]
 
     def gather(self, cohort: np.ndarray, rows: int, spare: int) -> Any:
-        """The cohort's examples, each client's in `rows` rows of its own, followed by `spare` empty places."""
+        """The cohort's examples, `rows` rows per client, followed by `spare` empty clients."""
 
         def read(file: RowFile) -> np.ndarray:
             out = np.zeros((len(cohort) + spare, rows, *file.row_shape), file.dtype)
@@ -241,7 +243,7 @@ class StreamedData(FederatedData):
         return jax.tree.unflatten(jax.tree.structure(self.examples), [read(file) for file in self._files])
 
     def passes(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """All examples in order, some at a time, with the client of each."""
+        """All examples in order, a block at a time, with the client of each."""
         for first in range(0, self.n_examples, PASS):
             count = min(PASS, self.n_examples - first)
             parts = [np.empty((count, *file.row_shape), file.dtype) for file in self._files]

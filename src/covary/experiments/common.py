@@ -1,4 +1,4 @@
-"""What the paper's EMNIST experiments share: the data, fair tuning, and claims that are checked on measurements."""
+"""What the paper's EMNIST experiments share: the data, tuning, and claims that are checked against measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Log = Callable[[str, int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of a table: everything but the step-size, which is tuned."""
+    """The settings of one cell of a table, without the step-size, which is tuned."""
 
     algorithm: str
     similarity: float
@@ -32,7 +32,7 @@ class Case:
     clients_per_round: float = 0.2
 
     def place(self, folder: Path | None) -> Path | None:
-        """Where the checkpoints of this cell are."""
+        """The folder of this cell's checkpoints."""
         if folder is None:
             return None
         parts = (self.similarity, self.clients_per_round, self.local_epochs)
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is tried: the paper's scale, or a `quick` form of it with the same code."""
+    """The size of an experiment: the paper's scale, or a `quick` form of it with the same code."""
 
     clients: int = 100
     examples: int | None = None  # of the training data; None for all
@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured in one cell, at its best step-size."""
+    """The measurements of one cell at its best step-size."""
 
     case: Case
     eta_l: float
@@ -81,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that is said of an experiment."""
+    """The results of an experiment, for its report."""
 
     name: str
     header: dict[str, Any]
@@ -110,7 +110,7 @@ class Emnist:
 
 
 def load_emnist(root: str | Path, paper_white: bool) -> Emnist:
-    """EMNIST ByClass: the official split where its training file is there, or else the test file cut in two."""
+    """EMNIST ByClass: the official split if its training file exists, or else the test file cut in two."""
     pixels = "paper = 1, ink = 0" if paper_white else "ink = 1, paper = 0"
     if (Path(root) / "emnist-byclass-train-images-idx3-ubyte.gz").is_file():
         train, test = datasets.emnist(root, "byclass", paper_white)
@@ -136,7 +136,7 @@ def attempt(
     *,
     measure_loss: bool = False,
 ) -> Sweep:
-    """The runs of a cell at some step-sizes, with every seed: a race to the target accuracy if there is one."""
+    """The sweep of a cell over step-sizes and seeds, as a race to the target accuracy if there is one."""
     return sweep(
         ALGORITHMS[case.algorithm],
         problem,
@@ -166,8 +166,8 @@ def tune(
 ) -> Cell:
     """Find the best step-size of a cell, as the paper does for every algorithm.
 
-    Best is the fewest mean rounds to the target accuracy or, without a target, the best mean accuracy. A best that
-    lies at an end of the grid is not trusted: the grid is continued until it lies inside.
+    The best step-size has the fewest mean rounds to the target accuracy or, without a target, the best mean accuracy.
+    If it lies at an end of the grid, the grid is extended until it lies inside.
     """
     started = time.perf_counter()
     grid = step_sizes(centre, budget.step_sizes)
@@ -179,7 +179,7 @@ def tune(
             break
         beyond = half_decade(best / RATIO if best == least else best * RATIO)
         score = _score(members, best)[0]
-        most = len(budget.seeds) * score  # a point whose seeds take longer has a worse mean
+        most = len(budget.seeds) * score  # after so many rounds the new point has a worse mean
         rounds = budget.rounds if np.isinf(most) else min(budget.rounds, int(most) + 1)
         members += attempt(case, problem, budget, [beyond], rounds, target, log, place).table
     best = _best(members)
@@ -204,7 +204,7 @@ def measure_cells(
     log: Log | None = None,
     checkpoint: Path | None = None,
 ) -> Iterator[Cell]:
-    """The cells of a table, one after the other, each with its step-size tuned around its algorithm's centre."""
+    """Measure the cells of a table one by one, with step-sizes tuned around the centre of each algorithm."""
     problems = {s: emnist.problem(s, budget, network) for s in {case.similarity for case in todo}}
     for case in todo:
         problem, place = problems[case.similarity], case.place(checkpoint)
@@ -212,7 +212,7 @@ def measure_cells(
 
 
 def _score(members: list[dict[str, Any]], eta_l: float) -> tuple[float, float]:
-    """Smaller is better: mean rounds to the target, then the best accuracy's negative."""
+    """The score, smaller is better: mean rounds to the target, then minus the best accuracy."""
     own = [m for m in members if m["eta_l"] == eta_l]
     rounds = np.mean([np.inf if m["reached"] is None else m["reached"] for m in own])
     return float(rounds), -float(np.mean([m["best_accuracy"] or 0.0 for m in own]))
@@ -223,21 +223,21 @@ def _best(members: list[dict[str, Any]]) -> float:
 
 
 def fewer(first: float, second: float) -> bool | None:
-    """Whether the first number of rounds is the smaller; not decided where neither reached the target."""
+    """Whether the first number of rounds is smaller; None if neither reached the target."""
     return None if np.isinf(first) and np.isinf(second) else first < second
 
 
 def every(answers: Iterable[bool | None]) -> bool | None:
-    """All of them: one that fails decides it, and one that is not decided leaves it open."""
+    """False if any answer is False, else None if any is None, else True."""
     answers = list(answers)
     return False if False in answers else None if None in answers else True
 
 
 def find(cells: Sequence[Cell], **wanted: Any) -> Cell:
-    """The cell of a case, by any of its fields."""
+    """The cell with the given settings."""
     return next(c for c in cells if all(getattr(c.case, name) == value for name, value in wanted.items()))
 
 
 def shown(rounds: float, limit: int) -> str:
-    """A number of rounds as the paper prints it: 1k+ where the limit was not enough."""
+    """A number of rounds as the paper prints it: 1k+ if the target was not reached within the limit."""
     return f"{rounds:.0f}" if np.isfinite(rounds) else f"{limit:,}+".replace("1,000+", "1k+")

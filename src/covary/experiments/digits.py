@@ -1,4 +1,4 @@
-"""The paper's comparison in small: logistic regression on handwritten digits, clients of 0, 10 and 100 % similarity.
+"""A small form of the paper's comparison: logistic regression on handwritten digits with 0, 10 and 100 % similarity.
 
 20 clients, 20 % of them sampled each round, 5 local epochs of 5 steps, eta_g = 1, eta_l tuned for every cell.
 """
@@ -18,12 +18,12 @@ from covary.problem import Problem, supervised
 from covary.targets import Target
 
 SIMILARITIES = (0.0, 0.1, 1.0)
-CENTRE = 1.0  # of the step-sizes tried
+CENTRE = 1.0  # of the grid of step-sizes
 CASES = [Case(algorithm, similarity) for similarity in SIMILARITIES for algorithm in COMPARED]
 
 
 def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
-    """Digits divided by similarity, for logistic regression or a network with so many hidden units."""
+    """Digits divided by similarity, for logistic regression or a network with `hidden` hidden units."""
     (x, y), test = datasets.digits()
     model = mlp(x.shape[1], hidden, 10) if hidden else logistic_regression(x.shape[1], 10)
     return supervised(model, partition.by_similarity(x, y, clients, similarity), test)
@@ -32,10 +32,10 @@ def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:
 def compare(
     todo: Sequence[Case], budget: Budget, target: float, log: Log | None = None, checkpoint: Path | None = None
 ) -> Iterator[tuple[Cell, dict[str, np.ndarray]]]:
-    """Cells with their step-size tuned, and the whole curves of the best step-size: metric -> (seeds, rounds).
+    """Cells with tuned step-sizes, and the full curves of the best step-size: metric -> (seeds, rounds).
 
-    What a cell tells is counted on these curves: a large step-size can amplify rounding, so that the same numbers in
-    the company of others do not take the same number of rounds.
+    The rounds of a cell are counted on these curves. Large step-sizes can amplify rounding, so that the same setting
+    can take another number of rounds within a sweep of other members.
     """
     problems = {similarity: digits_problem(budget.clients, similarity) for similarity in SIMILARITIES}
     for case in todo:

@@ -27,7 +27,7 @@ ACCURACY = 1e-6  # f below this counts as solved
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """Every curve: algorithm, G, K, f by round, and the rounds until f < 1e-6."""
+    """All curves: algorithm, G, K, f by round, and the rounds until f < 1e-6."""
     for G in GS:
         for name, algorithm, K in [
             ("sgd", sgd(0.1), 1),

@@ -1,4 +1,4 @@
-"""Cells of a table in a run folder: each is kept as soon as it is measured, and not measured again."""
+"""Cells of a table in a run folder: each is saved as soon as it is measured, and is not measured again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from covary.experiments.common import Case, Cell
 from covary.runs.folder import RunFolder
 
 
-def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Case]:
-    """The cases that the folder holds already; a new folder gets the header, an old one must have its like."""
+def saved_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -> set[Case]:
+    """The cases of the saved cells. A new folder gets the header; an old header must agree in the keys `same`."""
     if not folder.results.exists():
         folder.append(header, durable=True)
         return set()
@@ -26,14 +26,14 @@ def held_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) -
     for key in same:
         if json.loads(json.dumps(header[key])) != first.get(key):
             raise CovaryError(
-                f"{folder.path} was begun with {key} = {first.get(key)}, not {header[key]}. "
-                "Give the same options, or start anew."
+                f"{folder.path} was started with {key} = {first.get(key)}, not {header[key]}. "
+                "Use the same options, or another folder."
             )
     return {cell_from(record).case for record in records if record.get("kind") == "cell"}
 
 
-def keep_cell(folder: RunFolder, cell: Cell, **more: Any) -> None:
-    """Add a cell; its checkpoints are not needed any more."""
+def save_cell(folder: RunFolder, cell: Cell, **more: Any) -> None:
+    """Save a cell and remove its checkpoints."""
     folder.append({"kind": "cell", "name": str(cell.case), **as_record(cell), **more}, durable=True)
     place = cell.case.place(folder.checkpoint)
     if place is not None:
@@ -55,4 +55,6 @@ def cell_from(record: dict[str, Any]) -> Cell:
         float(cell.mean_rounds + cell.mean_accuracy + cell.eta_l + cell.seconds)
         return cell
     except (KeyError, TypeError, ValueError) as error:
-        raise CovaryError(f"A line of results.jsonl is no cell of covary's ({error!r}). Start anew.") from None
+        raise CovaryError(
+            f"A line of results.jsonl is not a cell of a table ({error!r}). Start again in another folder."
+        ) from None

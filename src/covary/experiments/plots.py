@@ -48,7 +48,7 @@ def _fig3(result: Outcome, title: str, path: Path) -> None:
 
 
 def _table3(result: Outcome, title: str, path: Path) -> None:
-    """One panel per similarity, epochs along the axis, a bar per algorithm; an arrow where the bar goes on."""
+    """One panel per similarity, epochs along the axis, one bar per algorithm; an arrow marks a bar beyond the limit."""
     cells = result.results
     limit = result.header["budget"]["rounds"]
     similarities = sorted({c.case.similarity for c in cells})
@@ -79,7 +79,7 @@ def _table3(result: Outcome, title: str, path: Path) -> None:
 
 
 def _table4(result: Outcome, title: str, path: Path) -> None:
-    """Rounds by the share of clients sampled, on log axes, beside a line of slope one: all slow-downs are flatter."""
+    """Rounds by the share of clients sampled, on log axes, with a line of slope 1 for a proportional slow-down."""
     cells = result.results
     similarities = sorted({c.case.similarity for c in cells})
     figure = new_figure(8.5, 3.8)
@@ -91,13 +91,15 @@ def _table4(result: Outcome, title: str, path: Path) -> None:
             if not own:
                 continue
             shares, rounds = np.array(own).T
-            if shares[0] > min(c.case.clients_per_round for c in cells):  # a smaller share did not get there
+            if shares[0] > min(c.case.clients_per_round for c in cells):  # a smaller share did not reach the target
                 ax.annotate(
                     "1k+ ▸", (100 * shares[0], rounds[0]), textcoords="offset points", xytext=(8, 0), fontsize=8
                 )
             ax.loglog(100 * shares, rounds, "o-", color=STYLES[algorithm][0], label=algorithm)
             linear = rounds[-1] * shares[-1] / shares
-            ax.loglog(100 * shares, linear, ":", color=STYLES[algorithm][0], linewidth=1, label="as many times slower")
+            ax.loglog(
+                100 * shares, linear, ":", color=STYLES[algorithm][0], linewidth=1, label="proportional slow-down"
+            )
         ax.invert_xaxis()
         shares = sorted({c.case.clients_per_round for c in cells})
         ax.set_xticks([100 * share for share in shares], [f"{100 * share:g} %" for share in shares])

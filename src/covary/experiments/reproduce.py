@@ -1,4 +1,4 @@
-"""Running an experiment of the paper, keeping what was measured, and writing it up."""
+"""Running an experiment of the paper, saving its measurements, and writing its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from covary.errors import CovaryError
 from covary.experiments import fig3, plots, table3, table4, table5
 from covary.experiments.common import Budget, Log, Outcome, load_emnist, measure_cells
-from covary.experiments.folder import as_record, cell_from, held_cells, keep_cell
+from covary.experiments.folder import as_record, cell_from, save_cell, saved_cells
 from covary.runs import machine
 from covary.runs.folder import RunFolder
 
@@ -31,20 +31,20 @@ def run_table(
     seeds: int | None = None,
     log: Log | None = None,
 ) -> Iterator[int]:
-    """Measure every cell that the folder does not hold yet, and keep each as soon as it is known; yields how many."""
+    """Measure and save every cell that the folder does not have yet; yields the number of cells so far."""
     table = TABLES[name]
     started = time.perf_counter()
     budget: Budget = table.QUICK if quick else table.FULL
     budget = budget if seeds is None else replace(budget, seeds=tuple(range(seeds)))
     emnist = load_emnist(root, table.PAPER_WHITE if paper_white is None else paper_white)
     header = {**_header(name, emnist.source, command), "quick": quick, "budget": asdict(budget)}
-    done = held_cells(folder, header, ("experiment", "data", "quick", "budget", "device", "versions"))
+    done = saved_cells(folder, header, ("experiment", "data", "quick", "budget", "device", "versions"))
     todo = [case for case in table.cases(quick) if case not in done]
     target = table.QUICK_TARGET if quick else table.TARGET
     yield len(done)
     cells = measure_cells(emnist, budget, todo, table.CENTRE, target, table.NETWORK, log, folder.checkpoint)
     for number, cell in enumerate(cells, len(done) + 1):
-        keep_cell(folder, cell)
+        save_cell(folder, cell)
         yield number
     if todo:
         folder.append({"kind": "end", "wall_seconds": time.perf_counter() - started})
@@ -52,7 +52,8 @@ def run_table(
 
 
 def run_figure(folder: RunFolder, command: str) -> None:
-    folder.rewrite([_header("fig3", "simulated", command)])  # what was there is measured again: it takes seconds
+    # a repeated call measures everything again, which takes seconds
+    folder.rewrite([_header("fig3", "simulated", command)])
     started = time.perf_counter()
     for curve in fig3.run():
         folder.append({"kind": "curve", "seconds": time.perf_counter() - started, **curve})
@@ -68,7 +69,7 @@ def _header(name: str, data: str, command: str) -> dict[str, Any]:
 
 
 def _conclude(folder: RunFolder) -> None:
-    """Keep the table and the claims of a folder that is complete, once, for those who read no cells."""
+    """Save the table and the claims of a complete folder once, so that the report does not need the cells."""
     records = folder.read()
     if any(record.get("kind") == "outcome" for record in records):
         return
@@ -79,28 +80,28 @@ def _conclude(folder: RunFolder) -> None:
 
 
 def cells_of(name: str, quick: bool) -> int:
-    """How many cells a table has."""
+    """The number of cells of a table."""
     return len(TABLES[name].cases(quick))
 
 
 def most_rounds(name: str, quick: bool) -> int:
-    """After how many rounds a run of a table gives up."""
+    """The maximum rounds per run of a table."""
     return (TABLES[name].QUICK if quick else TABLES[name].FULL).rounds
 
 
 def missing(records: list[dict[str, Any]]) -> int:
-    """How many curves of the figure, or cells of the table, are not there yet."""
+    """The number of curves of the figure, or cells of the table, that are missing."""
     header, name = records[0], records[0].get("experiment")
     whole = fig3.CURVES if name == "fig3" else cells_of(str(name), header["quick"])
     return whole - sum(record.get("kind") in ("curve", "cell") for record in records)
 
 
 def outcome(folder: RunFolder) -> Outcome:
-    """What the folder holds, as a table and as claims that hold or not."""
+    """The results in the folder, as a table and checked claims."""
     records = folder.read()
     name = records[0].get("experiment")
     if name not in EXPERIMENTS:
-        raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a folder that covary reproduce made.")
+        raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a run folder of covary reproduce.")
     if missing(records):
         raise CovaryError(
             f"{folder.path} lacks {missing(records)} cells. Finish it: covary reproduce {name} --checkpoint "
@@ -110,7 +111,7 @@ def outcome(folder: RunFolder) -> Outcome:
 
 
 def outcome_of(records: list[dict[str, Any]]) -> Outcome:
-    """The records of a folder that is complete, as a table and as claims that hold or not."""
+    """The records of a complete folder, as a table and checked claims."""
     header, *records = records
     name = header["experiment"]
     seconds = max(_total(records, "seconds"), _total(records, "wall_seconds"))
@@ -127,7 +128,7 @@ def _total(records: list[dict[str, Any]], name: str) -> float:
 
 
 def write_up(result: Outcome, folder: Path) -> list[Path]:
-    """The outcome as Markdown, JSON and a plot."""
+    """Write the outcome as Markdown, JSON and a plot."""
     title = TITLES[result.name]
     picture = folder / f"{result.name}.png"
     plots.draw(result, title, picture)
@@ -138,12 +139,12 @@ def write_up(result: Outcome, folder: Path) -> list[Path]:
 
 
 def how_long(result: Outcome) -> str:
-    """The seconds that were measured for."""
-    return f"{result.seconds:.0f} s on {result.header['device']}, compilation included."
+    """The time of the measurements and the machine, as a note below the table."""
+    return f"{result.seconds:.0f} s on {result.header['device']}, including compilation."
 
 
 def quick_note(result: Outcome) -> str:
-    """What a quick form is and is not."""
+    """A note on the size of a quick form."""
     budget, table = result.header["budget"], TABLES[result.name]
     target = f"target {table.QUICK_TARGET}, " if table.QUICK_TARGET else ""
     return (
@@ -162,19 +163,19 @@ def _markdown(result: Outcome, title: str) -> str:
         lines += [f"**{quick_note(result)}**", ""]
     lines += [
         f"- Data: {header['data']}.",
-        f"- Command: `{header['command']}`, {result.seconds:.0f} s, compilation included.",
+        f"- Command: `{header['command']}`, {result.seconds:.0f} s, including compilation.",
         f"- Machine: {header['device']}; {versions}.",
     ]
     if "budget" in header:
         b = header["budget"]
-        tuned = f"{b['step_sizes']} step-sizes a factor of √10 apart, more where the best lay at an end"
-        lines += [f"- {len(b['seeds'])} seeds: means, with the least and the greatest or ± one deviation; {tuned}."]
+        tuned = f"{b['step_sizes']} step-sizes a factor of √10 apart, and more if the best lies at an end"
+        lines += [f"- {len(b['seeds'])} seeds: means, with the smallest and largest value or ± one deviation; {tuned}."]
     lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(row).replace("\n", "<br>") + " |" for row in body]
-    lines += ["", f"![{title}]({result.name}.png)", "", "## What the paper says of it", ""]
+    lines += ["", f"![{title}]({result.name}.png)", "", "## The paper's claims", ""]
     lines += [f"- **{c.verdict}**: {c.text} ({c.evidence})" for c in result.claims]
     if result.name != "fig3":
-        lines += ["", "## The step-sizes chosen", "", "| cell | eta_l |", "|---|---|"]
+        lines += ["", "## The tuned step-sizes", "", "| cell | eta_l |", "|---|---|"]
         lines += [f"| {cell.case} | {cell.eta_l:g} |" for cell in result.results]
     return "\n".join(lines) + "\n"
 

@@ -25,7 +25,7 @@ from covary.report.story import Claim
 
 TITLE = "Rounds to 0.5 test accuracy, logistic regression on EMNIST"
 NETWORK = False
-PAPER_WHITE = True  # the pixels that land nearest to the paper's numbers
+PAPER_WHITE = True  # the pixel convention whose numbers are closest to the paper's
 TARGET = 0.5
 SIMILARITIES = (0.0, 0.1, 1.0)
 EPOCHS = (1, 5, 10, 20)
@@ -36,7 +36,7 @@ QUICK_TARGET, QUICK_EPOCHS = 0.35, (1, 5)
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every cell; SGD takes one step a round whatever the number of epochs."""
+    """All cells. SGD takes one step per round for any number of epochs."""
     epochs = QUICK_EPOCHS if quick else EPOCHS
     return [
         Case(algorithm, similarity, e)
@@ -47,7 +47,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
-    """The table: a header, and one row for each similarity and algorithm, with the speed-up over SGD."""
+    """The table: a header, and one row per similarity and algorithm, with the speed-up over SGD."""
     epochs = sorted({c.case.local_epochs for c in cells})
     header = ["similarity", "algorithm", *(f"{e} epoch{'s' if e > 1 else ''}" for e in epochs)]
     body = []
@@ -61,7 +61,7 @@ def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[st
 
 
 def _entry(cell: Cell, base: float, limit: int) -> str:
-    """Rounds, their range over the seeds, the speed-up over SGD, and below it a bar: 10 blocks are SGD's rounds."""
+    """Rounds, their range over the seeds, the speed-up over SGD, and a bar in which 10 blocks are SGD's rounds."""
     if not np.isfinite(cell.mean_rounds):
         return f"{shown(cell.mean_rounds, limit)}\n{'█' * 12}▶"
     seen = [r for r in cell.rounds if r is not None]
@@ -73,7 +73,7 @@ def _entry(cell: Cell, base: float, limit: int) -> str:
 
 
 def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
-    """What the caption and the text say of the table."""
+    """The claims of the caption and the text."""
     epochs = sorted({c.case.local_epochs for c in cells if c.case.algorithm != "sgd"})
 
     def rounds(algorithm: str, similarity: float, e: int | None = None) -> float:

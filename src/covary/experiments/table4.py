@@ -36,7 +36,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[str]]]:
-    """One row for each algorithm and share, with the slow-down against the largest share; the paper's in brackets."""
+    """One row per algorithm and share, with the slow-down against the largest share, and the paper's numbers."""
     fractions = sorted({c.case.clients_per_round for c in cells}, reverse=True)
     columns = [f"{100 * s:g} % similarity{what}" for s in SIMILARITIES for what in ("", " (the paper)")]
     body = []
@@ -81,11 +81,11 @@ def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
         )
 
     def slow_down(algorithm: str, similarity: float) -> tuple[float, bool]:
-        """The smallest share's rounds over the largest's, and whether that is exact or only a bound from below."""
+        """The rounds of the smallest share over those of the largest, and whether this is exact or a lower bound."""
         first, *_, last = rounds(algorithm, similarity)
         return min(last, limit) / first, bool(np.isfinite(last) and np.isfinite(first))
 
-    def told(algorithm: str, similarity: float) -> str:
+    def slow_down_text(algorithm: str, similarity: float) -> str:
         value, exact = slow_down(algorithm, similarity)
         text = f"{'' if exact else 'more than '}{value:.1f}×" if value > 0 else "unknown"
         return f"{algorithm} at {100 * similarity:g} %: {text}"
@@ -99,7 +99,7 @@ def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
         return Claim(
             f"{algorithm} slows down sub-linearly: {times:g} times fewer clients, under {times:g} times the rounds.",
             every(below(*slow_down(algorithm, s)) for s in SIMILARITIES),
-            "; ".join(told(algorithm, s) for s in SIMILARITIES),
+            "; ".join(slow_down_text(algorithm, s) for s in SIMILARITIES),
         )
 
     def more_resilient(algorithm: str) -> bool | None:
@@ -127,6 +127,6 @@ def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
         Claim(
             "More similar clients make both methods more resilient to sampling.",
             every(more_resilient(a) for a in CENTRE),
-            "; ".join(told(a, s) for a in CENTRE for s in SIMILARITIES),
+            "; ".join(slow_down_text(a, s) for a in CENTRE for s in SIMILARITIES),
         ),
     ]

@@ -14,9 +14,9 @@ from covary.experiments.common import Budget, Case, Cell, find
 from covary.report.story import Claim
 
 TITLE = "Best test accuracy within 1,000 rounds, 2-layer network on EMNIST"
-TARGET = QUICK_TARGET = None  # the best accuracy of all rounds
+TARGET = QUICK_TARGET = None  # no target: the table shows the best accuracy of all rounds
 NETWORK = True
-PAPER_WHITE = False  # the network lands nearest to the paper's accuracies with the pixels as they are in the files
+PAPER_WHITE = False  # with the pixels as in the files, the network is closest to the paper's accuracies
 SIMILARITIES = (0.0, 0.1)
 CENTRE = {"sgd": 1.0, "fedavg": 0.1, "scaffold": 0.1}
 PAPER = {

@@ -1,1 +1,1 @@
-"""What a person looks at afterwards: tables, plots and the run folder."""
+"""Reports: the run folder, tables, plots and the report page."""

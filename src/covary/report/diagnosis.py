@@ -1,4 +1,4 @@
-"""A diagnosis for the terminal and as a picture."""
+"""A diagnosis on the terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def diagnosis_panel(d: Diagnosis, title: str) -> Panel:
-    """The verdict, the advice with its reasons, the constants, and what to beware of.
+    """The verdict, the advice with its reasons, the constants, and the warnings.
 
     >>> import covary as cv
     >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, local_steps=4, algorithms=())
@@ -49,48 +49,46 @@ def diagnosis_panel(d: Diagnosis, title: str) -> Panel:
     parts: list[Any] = [
         Text(d.verdict, style="bold"),
         Text(),
-        Text("Use", style="underline"),
+        Text("Recommended", style="underline"),
         advice,
         Text(),
         Text("Measured", style="underline"),
         constants,
     ]
     if d.warnings:
-        parts += [Text(), Text("Beware", style="underline")]
+        parts += [Text(), Text("Warnings", style="underline")]
         parts += [Text(f"• {text}", style="yellow") for text in d.warnings]
     return Panel(Group(*parts), title=title, title_align="left", padding=(1, 2))
 
 
 def constants_of(d: Any) -> list[tuple[str, str, str]]:
-    """Name, value and meaning of every constant of a diagnosis, or of what has its fields."""
+    """Name, value and meaning of every constant of a diagnosis, or of an object with the same fields."""
 
-    def told(value: float, se: float) -> str:
+    def with_error(value: float, se: float) -> str:
         return f"{value:.3g}" + (f" ± {se:.2g}" if se > 0.0005 * abs(value) else "")
 
     strongly = d.convex and d.mu - d.mu_se > 1e-4 * d.beta
-    mu = told(d.mu, d.mu_se) if strongly or not d.convex else f"below {max(d.mu, 0.0):.2g}"
-    curved = (
-        "f is strongly convex" if strongly else "f is convex as far as seen" if d.convex else "f is not convex here"
-    )
-    sigma = "—" if math.isnan(d.sigma) else told(d.sigma, d.sigma_se)
+    mu = with_error(d.mu, d.mu_se) if strongly or not d.convex else f"below {max(d.mu, 0.0):.2g}"
+    curved = "f is strongly convex" if strongly else "f looks convex" if d.convex else "f is not convex here"
+    sigma = "—" if math.isnan(d.sigma) else with_error(d.sigma, d.sigma_se)
     return [
-        ("beta", told(d.beta, d.beta_se), "smoothness: largest curvature of a client's loss"),
+        ("beta", with_error(d.beta, d.beta_se), "smoothness: largest curvature of a client's loss"),
         ("mu", mu, f"lowest curvature: {curved}"),
-        ("delta", told(d.delta, d.delta_se), "Hessian dissimilarity: limits how many local steps pay"),
+        ("delta", with_error(d.delta, d.delta_se), "Hessian dissimilarity: limits the useful local steps"),
         (
             "beta/delta",
             f"{d.useful_local_steps:.3g}",
-            "local steps that pay by Theorem IV, from the constants at the start",
+            "useful local steps by Theorem IV, from the constants at the start",
         ),
-        ("G", told(d.G, d.G_se), "gradient dissimilarity near the end: FedAvg drifts by it"),
-        ("B", f"{d.B:.3g}", "its growth with the gradient"),
+        ("G", with_error(d.G, d.G_se), "gradient dissimilarity near the end: causes FedAvg's drift"),
+        ("B", f"{d.B:.3g}", "growth of the dissimilarity with the gradient"),
         ("sigma", sigma, "noise of a minibatch's gradient within a client"),
-        ("safe eta_l", f"{d.eta_l_safe:.2g}", "what the theorem guarantees for this algorithm and K"),
+        ("safe eta_l", f"{d.eta_l_safe:.2g}", "bound of Theorem III or I, proved for SCAFFOLD, FedAvg and SGD"),
     ]
 
 
 def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
-    """The constants, and the rounds that were measured and predicted for each algorithm.
+    """The constants, and the measured and predicted rounds of each algorithm.
 
     >>> import tempfile, covary as cv
     >>> found = cv.diagnose(cv.lower_bound(G=10.0), x0=1.0, trial_rounds=5, local_steps=4, algorithms=())
@@ -115,7 +113,7 @@ def save_diagnosis(path: Path, d: Diagnosis, title: str) -> None:
 
 
 def _draw_constants(ax: Any, d: Diagnosis) -> None:
-    """Those that differ from 0 by more than two standard errors."""
+    """The constants that differ from 0 by more than two standard errors: others cannot be drawn on a log axis."""
     constants = [
         ("β", d.beta, d.beta_se),
         ("δ", d.delta, d.delta_se),
@@ -137,33 +135,33 @@ def _draw_constants(ax: Any, d: Diagnosis) -> None:
 
 
 def _draw_trial(ax: Any, d: Diagnosis) -> None:
-    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].trips)
+    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].exchanges)
     for at, name in enumerate(names):
-        trips = d.trials[name].trips
-        measured, predicted = trips * d.measured[name], d.predicted.get(name)
+        exchanges = d.trials[name].exchanges
+        measured, predicted = exchanges * d.measured[name], d.predicted.get(name)
         colour = COLOURS.get(name, "#999999")
         if math.isfinite(measured):
             ax.barh(at, measured, height=0.55, color=colour)
-            text = f"{measured:.3g}" + (f" ({d.measured[name]:.3g} rounds of {trips})" if trips > 1 else "")
+            text = f"{measured:.3g}" + (f" ({d.measured[name]:.3g} rounds of {exchanges})" if exchanges > 1 else "")
         else:
             measured = len(d.trials[name].curve)
             ax.barh(at, measured, height=0.55, color="white", edgecolor=colour, hatch="///", linewidth=0.8)
             text = f"not in {measured}"
         ax.annotate(text, (measured, at), textcoords="offset points", xytext=(8, -3), fontsize=8)
         if predicted is not None and math.isfinite(predicted):
-            ax.plot(trips * predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
+            ax.plot(exchanges * predicted, at, "D", markerfacecolor="white", markeredgecolor="#333333", markersize=6)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_xscale("log")
     ax.set_xlim(left=0.7)
     ax.margins(x=0.3)
-    ax.set_xlabel(f"trips to the clients and back, to {d.goal}")
-    ax.set_title("measured (bars), and Table 1, scaled (diamonds)", fontsize=10)
+    ax.set_xlabel(f"exchanges to {d.goal}")
+    ax.set_title("measured (bars) and Table 1, scaled (diamonds)", fontsize=10)
 
 
 def check_table(d: Diagnosis, found: Check) -> Table:
-    """The advice beside the best cells of the full sweep."""
-    table = Table(title="The advice against a full sweep, with other seeds", title_justify="left")
+    """The advised settings and the best cells of the full sweep."""
+    table = Table(title="The advice compared with a full sweep, with other seeds", title_justify="left")
     for name in ("", "K", "eta_l", "eta_g", "rounds"):
         table.add_column(name, justify="left" if not name else "right")
     own = d.trials["scaffold"]

@@ -1,4 +1,4 @@
-"""The report page: one HTML file with everything in it, made from run folders."""
+"""The report: one self-contained HTML file, made from run folders."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 MOST_POINTS = 1500  # of a curve
 KNOWN = {"sgd": 0, "fedavg": 1, "fedprox": 2, "scaffold": 3, "mime": 4, "feddyn": 5, "dane": 6, "vrl_sgd": 7}
 ABOUT = {
-    "accuracy": ("Test accuracy", "The share of test examples that the server's model x gets right."),
+    "accuracy": ("Test accuracy", "The share of test examples that the server's model x classifies correctly."),
     "loss": ("Training loss", "f(x), the mean of the clients' losses at the server's model."),
-    "drift": ("Client drift", "E_r of the paper: how far the local models y_i move from x within a round, squared."),
+    "drift": (
+        "Client drift",
+        "E_r of the paper: the mean squared distance of the local models y_i from x within a round.",
+    ),
     "control_change": (
         "Control change",
-        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how far this round moved its clients' controls.",
+        "The mean of ‖c_i⁺ − c_i‖² over the cohort: how much the control variates change in the round.",
     ),
     "control_error": (
         "‖c − mean c_i‖",
-        "How far the server's control is from the mean of all clients': rounding, and nothing else.",
+        "The distance of the server's control variate from the mean of the clients'. It is due to rounding alone.",
     ),
 }
 WORSE_WHEN_LARGE = ("loss", "drift", "control_change", "control_error")
@@ -57,12 +60,12 @@ def write_page(folders: Sequence[Path], path: Path, target: float | None = None)
 
 
 def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, float] | None = None) -> None:
-    """Write the report of runs that `simulate` returned to one HTML file, which needs no network to be read.
+    """Write a report of runs from `simulate` to one HTML file that needs no network.
 
     Args:
         path: the file.
-        runs: what to call them, and the runs. Those of one algorithm with several seeds are best told apart by name.
-        target: count the rounds to it, such as ("accuracy", 0.9); by default to 95 % of the best accuracy.
+        runs: names and runs. Give runs of the same algorithm different names.
+        target: the target that rounds are counted to, such as ("accuracy", 0.9); by default 95 % of the best accuracy.
 
     >>> import tempfile, covary as cv
     >>> problem = cv.lower_bound(G=10)
@@ -74,7 +77,7 @@ def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, f
     place = checked_path("path", path)
     if not isinstance(runs, Mapping) or not runs or not all(isinstance(run, Run) for run in runs.values()):
         raise refused("runs", "a dict of names and Runs", repr(runs)[:80], 'Try {"scaffold": run}.')
-    if target is not None and not _is_goal(target, runs):
+    if target is not None and not _is_target(target, runs):
         raise refused("target", "a column of every run's history and a value", target, 'Try ("loss", 0.1).')
     lines = [
         Line(
@@ -93,14 +96,14 @@ def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, f
         raise refused("path", "a file that can be written", f"{place} ({error.strerror})", "Choose another.") from None
 
 
-def _is_goal(target: Any, runs: Mapping[str, Run]) -> bool:
+def _is_target(target: Any, runs: Mapping[str, Run]) -> bool:
     if not isinstance(target, tuple) or len(target) != 2 or not isinstance(target[1], int | float | np.number):
         return False
     return all(target[0] in run.history and run.history[target[0]].ndim == 1 for run in runs.values())
 
 
 def page(folders: Sequence[Path], target: float | None = None, version: str | None = None) -> str:
-    """The report of one or several run folders; with a `version`, it asks its server for newer ones."""
+    """The report of one or several run folders. With a `version`, the page asks its server for updates."""
     stories, left_out = stories_of(folders)
     if not stories:
         raise left_out[0]
@@ -108,7 +111,7 @@ def page(folders: Sequence[Path], target: float | None = None, version: str | No
 
 
 def stories_of(folders: Sequence[Path]) -> tuple[list[Story], list[NoReport]]:
-    """What the folders tell, and why some of them tell nothing."""
+    """The stories of the folders, and an error for each folder without one."""
     stories, left_out = [], []
     for folder in folders:
         try:
@@ -119,10 +122,10 @@ def stories_of(folders: Sequence[Path]) -> tuple[list[Story], list[NoReport]]:
 
 
 def _html(stories: Sequence[Story], target: tuple[str, float] | None, version: str | None) -> str:
-    lines = _told_apart(stories)
-    goal = _goal(stories, lines, target)
+    lines = _named(stories)
+    target = _target(stories, lines, target)
     sections = [
-        ("targets", "Rounds to the target", targets(lines, goal)),
+        ("targets", "Rounds to the target", targets(lines, target)),
         ("results", "Results", "".join(table(content) for story in stories for content in story.tables)),
         ("claims", "The paper's claims", claims([claim for story in stories for claim in story.claims])),
         ("diagnosis", "Diagnosis", "".join(diagnosis(s.diagnosis) for s in stories if s.diagnosis)),
@@ -132,7 +135,7 @@ def _html(stories: Sequence[Story], target: tuple[str, float] | None, version: s
     ]
     sections = [(anchor, heading, content) for anchor, heading, content in sections if content]
     long = any(line.columns[name].shape[1] >= 100 for line in lines for name in line.metrics)
-    data = {"version": version, "log_x": long, "metrics": _metrics(lines, goal), "panels": _panels(lines)}
+    data = {"version": version, "log_x": long, "metrics": _metrics(lines, target), "panels": _panels(lines)}
     title = stories[0].title if len(stories) == 1 else f"{len(stories)} runs"
     parts = {
         "title": escape(title),
@@ -143,8 +146,7 @@ def _html(stories: Sequence[Story], target: tuple[str, float] | None, version: s
             f'<h2 id="{anchor}-heading">{heading}</h2>{content}</section>'
             for anchor, heading, content in sections
         ),
-        "footer": "Made by covary. SCAFFOLD: Karimireddy et al., ICML 2020. Nothing on this page is loaded from "
-        "elsewhere.",
+        "footer": "Made by covary. SCAFFOLD: Karimireddy et al., ICML 2020. This page loads nothing from the network.",
         "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "style": _file("page.css"),
         "script": _file("page.js"),
@@ -158,8 +160,8 @@ def _file(name: str) -> str:
     return (files("covary.report") / "web" / name).read_text(encoding="utf-8")
 
 
-def _told_apart(stories: Sequence[Story]) -> list[Line]:
-    """All lines, those of one panel under names of their own: by what differs, or by the folder."""
+def _named(stories: Sequence[Story]) -> list[Line]:
+    """All lines, with different names within each panel: by the settings that differ, or by the folder."""
     everyone = [(story, line) for story in stories for line in story.lines if line.metrics]
     named = []
     for story, line in everyone:
@@ -178,21 +180,21 @@ def _told_apart(stories: Sequence[Story]) -> list[Line]:
     return named
 
 
-def _goal(
+def _target(
     stories: Sequence[Story], lines: Sequence[Line], target: tuple[str, float] | None
 ) -> tuple[str, float] | None:
-    """What rounds are counted to: as asked, the highest of the runs' own targets, or near the best accuracy of all."""
+    """The target that rounds are counted to: the given one, else the runs' highest, else 95 % of the best accuracy."""
     if target is not None:
         return target
-    goals = [story.target for story in stories if story.target is not None]
-    if goals:
-        return max(goals, key=lambda goal: goal[1])
+    own = [story.target for story in stories if story.target is not None]
+    if own:
+        return max(own, key=lambda target: target[1])
     reached = [np.nanmax(line.columns["accuracy"]) for line in lines if measured(line, "accuracy")]
     return ("accuracy", math.floor(95 * max(reached)) / 100) if reached else None
 
 
 def _once(stories: Sequence[Story]) -> list[dict[str, Any]]:
-    """The clients of all stories, each data set once."""
+    """The clients of all stories, without repeating a data set."""
     everyone = [shown for story in stories for shown in story.clients]
     return list({json.dumps([shown["title"], shown["counts"]]): shown for shown in everyone}.values())
 
@@ -201,12 +203,12 @@ def _lead(stories: Sequence[Story]) -> str:
     if len(stories) > 1:
         return "; ".join(story.title for story in stories)
     (story,) = stories
-    state = f"Ended {story.ended}." if story.ended else "Not finished: what is known so far."
+    state = f"Ended {story.ended}." if story.ended else "Still running or interrupted: results so far."
     return " ".join(part for part in (story.outcome, state, str(story.facts.get("device", ""))) if part)
 
 
-def _metrics(lines: Sequence[Line], goal: tuple[str, float] | None) -> list[dict[str, Any]]:
-    """The curves to draw: known ones first, a user's own metrics among them as they come."""
+def _metrics(lines: Sequence[Line], target: tuple[str, float] | None) -> list[dict[str, Any]]:
+    """The curves to draw: accuracy, the user's own metrics, then covary's other columns."""
     seen = [name for line in lines for name in line.metrics if measured(line, name)]
     own = [name for name in dict.fromkeys(seen) if name not in ABOUT]
     names = [name for name in ("accuracy", *own, *list(ABOUT)[1:]) if name in seen]
@@ -216,7 +218,7 @@ def _metrics(lines: Sequence[Line], goal: tuple[str, float] | None) -> list[dict
             "title": ABOUT.get(name, (name, ""))[0],
             "about": ABOUT.get(name, ("", ""))[1],
             "log": name in WORSE_WHEN_LARGE,
-            "target": goal[1] if goal is not None and goal[0] == name else None,
+            "target": target[1] if target is not None and target[0] == name else None,
         }
         for name in names
     ]
@@ -236,8 +238,8 @@ def _panels(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _styles(lines: Sequence[Line]) -> dict[str, dict[str, int]]:
-    """A colour and a dash for each name: an algorithm has a colour of its own on every page, and its runs differ by
-    their dashes; where there is one algorithm alone, or too many runs of one, colours are dealt out in turn."""
+    """A colour and a dash for each name. An algorithm has the same colour on every page, and its runs differ in their
+    dashes. With one algorithm only, or with too many runs of one, each run gets its own colour."""
     names = list(dict.fromkeys(line.name for line in lines))
     families: dict[str, list[str]] = {}
     for name in names:
@@ -256,7 +258,7 @@ def _family(name: str) -> str:
 
 
 def _curves(line: Line) -> dict[str, Any]:
-    """Points for the page: at most so many, and no more digits than can be seen."""
+    """Points for the page: at most `MOST_POINTS`, with five digits."""
     rounds = max(values.shape[1] for values in line.columns.values())
     at = np.unique(np.linspace(0, rounds - 1, min(rounds, MOST_POINTS)).round().astype(int))
     values = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-# Okabe and Ito's colours, told apart with any colour vision; line styles tell them apart in print.
+# Okabe and Ito's colours, which work with colour blindness; line styles distinguish the curves in print.
 STYLES = {
     "sgd": ("#000000", "--"),
     "fedavg": ("#D55E00", "-"),
@@ -18,7 +18,7 @@ STYLES = {
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches, drawn in memory; Matplotlib is loaded here, not when covary is."""
+    """An empty figure, drawn in memory. Matplotlib is imported here, not with covary."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> Any:
 def save_curves(
     path: Path, panels: Mapping[str, Mapping[str, np.ndarray]], metric: str, target: float, title: str
 ) -> None:
-    """One panel per key, a curve of `metric` by round per algorithm (the mean over seeds, and their range as a band).
+    """One panel per key, with one curve of `metric` per algorithm (the mean over seeds, and their range as a band).
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def save_curves(
 
 
 def save_histograms(path: Path, counts: np.ndarray, title: str) -> None:
-    """A map of how many examples of each label (across) each client (down) has.
+    """A map of the number of examples per label (across) and client (down).
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

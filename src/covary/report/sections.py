@@ -1,4 +1,4 @@
-"""The sections of the report page, as HTML."""
+"""The sections of the report, as HTML."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def measured(line: Line, metric: str) -> bool:
     return metric in line.columns and bool(np.isfinite(line.columns[metric]).any())
 
 
-def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
-    """One row a line: rounds and bytes to the target, and the speed-up over SGD, or over the slowest that got there."""
-    lines = [line for line in lines if goal is not None and measured(line, goal[0])]
-    if goal is None or not lines:
+def targets(lines: Sequence[Line], target: tuple[str, float] | None) -> str:
+    """One row per line: rounds and bytes to the target, and the speed-up over SGD, or else over the slowest."""
+    lines = [line for line in lines if target is not None and measured(line, target[0])]
+    if target is None or not lines:
         return ""
-    metric, value = goal
+    metric, value = target
     panels = list(dict.fromkeys(line.panel for line in lines))
     step_sizes = all("eta_l" in line.facts for line in lines)
     rows: list[Row] = []
@@ -45,13 +45,13 @@ def targets(lines: Sequence[Line], goal: tuple[str, float] | None) -> str:
     header = [*(["problem"] if len(panels) > 1 else []), "line", *(["eta_l"] if step_sizes else [])]
     header += ["rounds", f"speed-up over {' or '.join(sorted(over))}", "bytes sent by then", f"best {metric}"]
     seeds = max(len(line.columns[metric]) for line in lines)
-    note = f"Means over {seeds} seeds, with the least and the greatest. " if seeds > 1 else ""
-    note += "The fewest rounds of each problem are set in bold."
+    note = f"Means over {seeds} seeds, with the smallest and the largest. " if seeds > 1 else ""
+    note += "The fewest rounds of each problem are in bold."
     return table(Table(f"Rounds to {metric} {value:g}", header, rows, note), marked)
 
 
 def _counted(line: Line, metric: str, value: float, mean: float | None, base: float | None) -> Row:
-    """A line's rounds to the target, its speed-up, the bytes it sent by then, and the best value it came to."""
+    """A line's rounds to the target, its speed-up, the bytes sent by then, and its best value."""
     known = line.columns[metric][np.isfinite(line.columns[metric])]
     best = float(known.max() if direction_of(metric) > 0 else known.min())
     reached: Row = [(f"{best:.4g}", best)]
@@ -81,7 +81,7 @@ def _bytes(count: float) -> str:
 
 
 def table(content: Table, marked: set[int] | frozenset[int] = frozenset()) -> str:
-    """A table that sorts by the column whose heading is pressed."""
+    """A table that sorts by a column when its heading is clicked."""
     columns = list(zip(*content.rows, strict=True)) or [()] * len(content.header)
     numeric = [any(isinstance(cell, tuple) and cell[1] is not None for cell in column) for column in columns]
     head = "".join(
@@ -121,8 +121,8 @@ def claims(claims: Sequence[Claim]) -> str:
 
 
 def diagnosis(found: dict[str, Any]) -> str:
-    """The verdict, the advice with its reasons, the constants, the trial, and what to beware of."""
-    from covary.report.diagnosis import constants_of  # brings Rich, which importing covary need not
+    """The verdict, the advice with its reasons, the constants, the trial, and the warnings."""
+    from covary.report.diagnosis import constants_of  # imports Rich, which covary does not need otherwise
 
     advice = "".join(
         f'<tr><th scope="row">{name}</th><td>{escape(str(found[name]))}</td>'
@@ -131,33 +131,32 @@ def diagnosis(found: dict[str, Any]) -> str:
     )
     known = {name: math.nan if value is None else value for name, value in found.items()}
     known |= {"useful_local_steps": math.inf if found["useful_local_steps"] is None else found["useful_local_steps"]}
-    told = constants_of(SimpleNamespace(**known))
-    constants: list[Row] = [[name, value, meaning] for name, value, meaning in told]
+    constants: list[Row] = [[name, value, text] for name, value, text in constants_of(SimpleNamespace(**known))]
     trial: list[Row] = []
     for name, rounds in found["measured"].items():
         scaled = found["predicted"].get(name)
         seen: Cell = ("not reached", None) if rounds is None else (f"{rounds:.3g}", float(rounds))
         trial.append([name, seen, ("", None) if scaled is None else (f"{scaled:.3g}", float(scaled))])
-    beware = "".join(f"<li>{escape(text)}</li>" for text in found.get("warnings", []))
+    cautions = "".join(f"<li>{escape(text)}</li>" for text in found.get("warnings", []))
     return (
         f'<h3>{escape(found["title"])}</h3><p class="verdict">{escape(found["reasons"]["scaffold"])}</p>'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Advice"><table><caption>Use</caption>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Advice"><table><caption>Recommended</caption>'
         f"<tbody>{advice}</tbody></table></div>"
-        + table(Table("Measured", ["constant", "value", "what it is"], constants))
+        + table(Table("Measured", ["constant", "value", "meaning"], constants))
         + table(Table(f"Rounds to {found['goal']}", ["algorithm", "in the trial", "by Table 1, scaled"], trial))
-        + (f"<h3>Beware</h3><ul>{beware}</ul>" if beware else "")
+        + (f"<h3>Warnings</h3><ul>{cautions}</ul>" if cautions else "")
     )
 
 
 def clients(shown: dict[str, Any]) -> str:
-    """A small histogram of labels for every client."""
+    """A small label histogram for each client."""
     counts, names, labels = shown["counts"], shown.get("names"), shown.get("labels")
     highest = max(max(row) for row in counts) or 1
     wide = len(counts[0])
     figures = []
     for client, row in enumerate(counts):
         name = str(names[client]) if names else f"client {client}"
-        told = ", ".join(f"{labels[k] if labels else k}: {n:,}" for k, n in enumerate(row) if n)
+        text = ", ".join(f"{labels[k] if labels else k}: {n:,}" for k, n in enumerate(row) if n)
         bars = "".join(
             f'<rect x="{k + 0.1:g}" y="{1 - n / highest:.4f}" width="0.8" height="{n / highest:.4f}"/>'
             for k, n in enumerate(row)
@@ -165,12 +164,12 @@ def clients(shown: dict[str, Any]) -> str:
         )
         figures.append(
             f'<figure><svg viewBox="0 0 {wide} 1" preserveAspectRatio="none" role="img" '
-            f'aria-label="{escape(name)}, {sum(row):,} examples by label: {escape(told)}">'
-            f"<title>{escape(told)}</title>{bars}</svg>"
+            f'aria-label="{escape(name)}, {sum(row):,} examples by label: {escape(text)}">'
+            f"<title>{escape(text)}</title>{bars}</svg>"
             f"<figcaption>{escape(name)} <small>{sum(row):,}</small></figcaption></figure>"
         )
     more = f" The first {len(counts)} are shown." if shown["clients"] > len(counts) else ""
-    about = f"{shown['clients']:,} clients, {shown['examples']:,} examples; one bar for each of {wide} labels.{more}"
+    about = f"{shown['clients']:,} clients, {shown['examples']:,} examples; one bar per label ({wide} labels).{more}"
     return (
         f'<h3>{escape(shown["title"])}</h3><p class="note">{escape(about)}</p>'
         f'<div class="clients">{"".join(figures)}</div>'
@@ -187,6 +186,6 @@ def configuration(story: Story) -> str:
     again = f'<div><pre>{escape(story.command)}</pre><button type="button" class="copy">Copy the command</button></div>'
     return (
         f"<h3>{escape(story.name)}</h3>"
-        + (f"<p>To run it again:</p>{again}" if story.command else "")
+        + (f"<p>The command of this run:</p>{again}" if story.command else "")
         + f"<details><summary>All settings</summary><table><tbody>{body}</tbody></table></details>"
     )

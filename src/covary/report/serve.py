@@ -1,4 +1,4 @@
-"""The report page on loopback, made anew whenever its runs have gone on."""
+"""A server for the report on this machine, which updates the report while its runs go on."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from covary.report.page import page
 
 
 def server(folders: Sequence[Path], port: int = 0, target: float | None = None) -> ThreadingHTTPServer:
-    """A server of the page of some run folders, for this machine alone; `serve_forever` starts it.
+    """A server for the report of some run folders, reachable from this machine only; `serve_forever` starts it.
 
     >>> with server([], port=0) as serving:
     ...     serving.server_address[0]
     '127.0.0.1'
     """
     if folders:
-        page(folders, target)  # what cannot be shown is refused here
+        page(folders, target)  # raises an error for folders without a report
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             here = {f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")}  # type: ignore[attr-defined]
-            if self.headers.get("Host") not in here:  # a page from elsewhere that calls itself this machine
+            if self.headers.get("Host") not in here:  # DNS rebinding: a page of another site under this address
                 self.answer(403, "text/plain", "This server answers to its own address only.")
             elif self.path == "/":
                 try:
@@ -34,7 +34,7 @@ def server(folders: Sequence[Path], port: int = 0, target: float | None = None) 
             elif self.path == "/version":
                 self.answer(200, "text/plain", version(folders))
             else:
-                self.answer(404, "text/plain", "There is only one page here: /")
+                self.answer(404, "text/plain", "The only page is /.")
 
         def answer(self, status: int, kind: str, text: str) -> None:
             body = text.encode()
@@ -46,7 +46,7 @@ def server(folders: Sequence[Path], port: int = 0, target: float | None = None) 
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Not a word for every request."""
+            """Log no requests."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
@@ -55,7 +55,7 @@ def server(folders: Sequence[Path], port: int = 0, target: float | None = None) 
 
 
 def version(folders: Sequence[Path]) -> str:
-    """A text that is another whenever a run has gone on."""
+    """A string that changes whenever a run folder changes."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted([*folder.glob("*.json*"), *folder.glob("*/*.json*")]):

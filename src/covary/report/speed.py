@@ -9,11 +9,11 @@ import numpy as np
 
 from covary.report.plots import new_figure
 
-OURS, OTHERS, GRID = "#0072B2", "#999999", "#DDDDDD"
+COVARY, OTHERS, GRID_LINES = "#0072B2", "#999999", "#DDDDDD"
 
 
 def save_speed(path: Path, records: list[dict[str, Any]]) -> None:
-    """One panel for each workload (milliseconds a round), and for how a round grows, as far as they were measured.
+    """One panel per workload (milliseconds per round), and one for how the time per round grows, if measured.
 
     >>> import tempfile
     >>> rows = [{"what": "round", "workload": "W1", "who": who, "seconds": s} for who, s in (("covary", 1), ("us", 2))]
@@ -41,28 +41,28 @@ def save_speed(path: Path, records: list[dict[str, Any]]) -> None:
 def _bars(ax: Any, name: str, rows: list[dict[str, Any]]) -> None:
     rows = sorted(rows, key=lambda r: -r["seconds"])
     values = [1000 * r["seconds"] for r in rows]
-    colours = [OURS if r["who"].startswith("covary") else OTHERS for r in rows]
+    colours = [COVARY if r["who"].startswith("covary") else OTHERS for r in rows]
     ax.barh([r["who"] for r in rows], values, color=colours, height=0.7)
     for at, value in enumerate(values):
         label = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         ax.annotate(label, (value, at), textcoords="offset points", xytext=(4, -3), fontsize=8)
     ax.set_xlim(0, 1.15 * max(values))
-    ax.set_xlabel("milliseconds a round (less is better)")
+    ax.set_xlabel("milliseconds per round (less is better)")
     ax.set_title(name, fontsize=10)
     ax.tick_params(labelsize=8)
 
 
 def _clients(ax: Any, rows: list[dict[str, Any]]) -> None:
-    ax.semilogx([r["N"] for r in rows], [1000 * r["seconds"] for r in rows], "o-", color=OURS)
+    ax.semilogx([r["N"] for r in rows], [1000 * r["seconds"] for r in rows], "o-", color=COVARY)
     ax.set_ylim(0, 1500 * max(r["seconds"] for r in rows))
-    ax.grid(color=GRID)
+    ax.grid(color=GRID_LINES)
     ax.set_xlabel("clients N")
-    ax.set_ylabel("milliseconds a round")
+    ax.set_ylabel("milliseconds per round")
     ax.set_title(f"S = {rows[-1]['S']}, states and data on disk", fontsize=10)
 
 
 def _linear(ax: Any, rows: list[dict[str, Any]]) -> None:
-    for name, style in (("S", ("o", OURS)), ("K", ("s", "#D55E00")), ("d", ("^", "#009E73"))):
+    for name, style in (("S", ("o", COVARY)), ("K", ("s", "#D55E00")), ("d", ("^", "#009E73"))):
         points = [(r["value"], r["seconds"]) for r in rows if r["in"] == name]
         if points:
             x, y = np.array(points).T
@@ -76,14 +76,14 @@ def _linear(ax: Any, rows: list[dict[str, Any]]) -> None:
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
-    ax.set_xlabel("times the smallest")
-    ax.set_ylabel("times its round")
+    ax.set_xlabel("size, relative to the smallest")
+    ax.set_ylabel("time per round, relative to the smallest")
     ax.legend(frameon=False, fontsize=8)
     ax.set_title("How a round grows with S, K and d", fontsize=10)
 
 
 def slope(x: Any, y: Any) -> float:
-    """Of log y over log x: 1 where y is proportional to x.
+    """The slope of log y over log x: 1 if y is proportional to x.
 
     >>> round(slope([1, 2, 4], [3, 6, 12]), 2)
     1.0

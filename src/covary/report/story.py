@@ -1,4 +1,4 @@
-"""What run folders tell, in one form for all commands: curves, tables, clients, a diagnosis, how to run it again."""
+"""Stories: the contents of a run folder in one form for all commands, for the report to draw."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from covary.targets import Target, direction_of
 
 Cell = str | tuple[str, float | None]  # a text, and the number to sort by where there is one
 Row = list[Cell]
-HIDDEN = ("round", "cohort", "bytes_up", "bytes_down")  # columns of a history that are no curve
+HIDDEN = ("round", "cohort", "bytes_up", "bytes_down")  # columns of a history that are not drawn as curves
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of each column, by round, for every seed."""
+    """The curves of one algorithm: each column by round, for every seed."""
 
     name: str
-    panel: str  # lines of one panel can be compared: they are of the same problem
-    columns: dict[str, np.ndarray]  # (seeds, rounds), NaN where not measured
-    facts: dict[str, Any] = field(default_factory=dict)  # what tells it from others
+    panel: str  # lines of one panel are of the same problem and can be compared
+    columns: dict[str, np.ndarray]  # (seeds, rounds), NaN if not measured
+    facts: dict[str, Any] = field(default_factory=dict)  # the settings that distinguish it from other lines
 
     @property
     def metrics(self) -> list[str]:
@@ -35,12 +35,12 @@ class Line:
 
     @property
     def sent(self) -> np.ndarray:
-        """Bytes up and down so far, after each round; the mean over the seeds."""
+        """Bytes sent up and down by the end of each round, as a mean over the seeds."""
         each = sum((self.columns[name] for name in ("bytes_up", "bytes_down") if name in self.columns), np.zeros(1))
         return np.cumsum(np.nanmean(np.atleast_2d(each), axis=0))
 
     def rounds_to(self, metric: str, value: float) -> list[int | None]:
-        """For each seed, the first round that met the value."""
+        """For each seed, the first round that reaches the value."""
         if metric not in self.columns:
             return [None]
         target = Target(metric, direction_of(metric), value)
@@ -60,10 +60,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, and whether it holds of what was measured here."""
+    """A statement of the paper, and whether it holds for the measurements."""
 
     text: str
-    holds: bool | None  # None: not decided by what was measured
+    holds: bool | None  # None: not decided by the measurements
     evidence: str
 
     @property
@@ -73,7 +73,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Story:
-    """What one folder tells."""
+    """The contents of one run folder: title, settings, curves, tables, clients, claims or a diagnosis."""
 
     name: str
     title: str
@@ -81,21 +81,21 @@ class Story:
     settings: dict[str, Any]
     facts: dict[str, Any]
     ended: str | None
-    outcome: str = ""  # what became of it, where that needs a word
+    outcome: str = ""  # a note on how it ended, such as a divergence
     lines: list[Line] = field(default_factory=list)
     target: tuple[str, float] | None = None
-    clients: list[dict[str, Any]] = field(default_factory=list)  # label counts, as `clients_of` tells them
+    clients: list[dict[str, Any]] = field(default_factory=list)  # label counts from `clients_of`
     tables: list[Table] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     diagnosis: dict[str, Any] | None = None
 
 
 class NoReport(CovaryError):
-    """A folder of a command whose results are no runs."""
+    """The folder belongs to a command that has no report."""
 
 
 def read(path: Path) -> list[Story]:
-    """The stories of a folder: one, or those of its parts where a command made several.
+    """The stories of a folder: one, or one per part if the command made several.
 
     >>> read(Path("no-such-folder"))
     Traceback (most recent call last):
@@ -113,16 +113,16 @@ def read(path: Path) -> list[Story]:
             "runs/."
         )
     records = folder.read() if folder.results.is_file() and folder.results.stat().st_size else []
-    tell = TELLERS.get(str(settings.get("command")))
-    if tell is None:
-        raise NoReport(f"{path} is no folder of {', '.join(TELLERS)}: there is no report of it. Pass one that is.")
+    read_story = READERS.get(str(settings.get("command")))
+    if read_story is None:
+        raise NoReport(f"{path} has no report: it is not a run folder of {', '.join(READERS)}.")
     try:
-        told = tell(records, about, settings)
+        story = read_story(records, about, settings)
         shown = [_checked(clients) for clients in about.get("clients") or []]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, CovaryError):
             raise
-        raise CovaryError(f"{path} is not what covary writes ({error!r}). Run the command again.") from None
+        raise CovaryError(f"{path} has unexpected contents ({error!r}). Run the command again.") from None
     facts = {name: about[name] for name in ("started", "covary", "jax", "device") if name in about}
     return [
         Story(
@@ -132,7 +132,7 @@ def read(path: Path) -> list[Story]:
             facts=facts,
             ended=about.get("ended"),
             clients=shown,
-            **told,
+            **story,
         )
     ]
 
@@ -140,12 +140,12 @@ def read(path: Path) -> list[Story]:
 def of_run(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     algorithm, problem = str(about.get("algorithm", settings["algorithm"])), str(about.get("problem", "digits"))
     columns = {name: _numbers([[r.get(name) for r in records]]) for name in (records[0] if records else {})}
-    goal, diverged = settings.get("target"), about.get("diverged")
+    target, diverged = settings.get("target"), about.get("diverged")
     return {
         "title": f"{settings['algorithm']} on {problem}",
-        "outcome": f"Diverged in round {diverged}: its step-size is too large." if diverged else "",
+        "outcome": f"Diverged in round {diverged}: the step-size is too large." if diverged else "",
         "lines": [Line(str(settings["algorithm"]), problem, columns, {"algorithm": algorithm, **settings})],
-        "target": None if goal is None else ("accuracy", float(goal)),
+        "target": None if target is None else ("accuracy", float(target)),
     }
 
 
@@ -154,7 +154,7 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
     for row in records:
         point = ", ".join(f"{name} = {row[name]:g}" for name in about["grid"])
         lines.setdefault(point, []).append(row["curves"])
-    goal = settings.get("target")
+    target = settings.get("target")
     return {
         "title": f"{settings['algorithm']} on {problem}: {len(records)} runs",
         "tables": [_members(records, about["grid"])] if records else [],
@@ -162,12 +162,12 @@ def of_sweep(records: list[dict[str, Any]], about: dict[str, Any], settings: dic
             Line(f"{settings['algorithm']}, {point}", problem, _stacked(seeds), {"point": point})
             for point, seeds in lines.items()
         ],
-        "target": None if goal is None else ("accuracy", float(goal)),
+        "target": None if target is None else ("accuracy", float(target)),
     }
 
 
 def _members(records: list[dict[str, Any]], grid: list[str]) -> Table:
-    """Every run of a sweep: its numbers, how it ended, and the best it came to."""
+    """Every run of a sweep: its point, its seed, how it ended, and its best values."""
     best = [name for name in records[0] if name.startswith("best_")]
     rows: list[Row] = []
     for record in records:
@@ -209,11 +209,11 @@ def of_reproduce(records: list[dict[str, Any]], about: dict[str, Any], settings:
 
 
 def _table(outcome: dict[str, Any], title: str) -> Table:
-    """The table of an experiment that is complete."""
+    """The table of a complete experiment."""
     header = [str(name) for name in outcome["header"]]
     rows: list[Row] = [[(str(text), _leading_number(str(text))) for text in row] for row in outcome["rows"]]
     if any(len(row) != len(header) for row in rows):
-        raise ValueError("rows of another length")
+        raise ValueError("a row of the wrong length")
     return Table(title, header, rows, str(outcome["note"]))
 
 
@@ -224,7 +224,7 @@ def _claim(text: Any, holds: Any, evidence: Any) -> Claim:
 
 
 def _cells(records: list[dict[str, Any]]) -> Table:
-    """Every cell of a table, with the step-size that was chosen."""
+    """Every cell of a table, with its tuned step-size."""
     rows: list[Row] = []
     for record in records:
         name = record.get("name") or ", ".join(map(str, record["setting"].values()))  # version 0.1.0 wrote no name
@@ -240,15 +240,15 @@ def _cells(records: list[dict[str, Any]]) -> Table:
             ]
         )
     header = ["cell", "eta_l", "rounds to the target", "best test accuracy", "seconds"]
-    return Table("Every cell, with the step-size that was chosen", header, rows)
+    return Table("Every cell, with its tuned step-size", header, rows)
 
 
 def of_diagnose(records: list[dict[str, Any]], about: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return {"title": f"Diagnosis of {records[0]['title']}", "diagnosis": records[0]}
 
 
-Teller = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
-TELLERS: dict[str, Teller] = {
+Reader = Callable[[list[dict[str, Any]], dict[str, Any], dict[str, Any]], dict[str, Any]]
+READERS: dict[str, Reader] = {
     "run": of_run,
     "sweep": of_sweep,
     "compare": of_compare,
@@ -270,25 +270,25 @@ def clients_of(data: Any, title: str, most: int = 100) -> dict[str, Any]:
 
 
 def _checked(clients: dict[str, Any]) -> dict[str, Any]:
-    """What `clients_of` told; anything else raises."""
+    """The output of `clients_of`, read from a file; any other form is an error."""
     counts = np.array(clients["counts"])
     if counts.ndim != 2 or counts.size == 0 or counts.dtype.kind not in "iu" or counts.min() < 0:
-        raise ValueError("label counts of another form")
+        raise ValueError("label counts in an unknown form")
     for name, length in (("names", clients["clients"]), ("labels", counts.shape[1])):
         if clients.get(name) is not None and not len(clients[name]) >= min(
             length, len(counts) if name == "names" else length
         ):
-            raise ValueError(f"{name} of another number")
+            raise ValueError(f"a wrong number of {name}")
     return {**clients, "clients": int(clients["clients"]), "examples": int(clients["examples"])}
 
 
 def _numbers(rows: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Rows of numbers, where null was not measured."""
+    """Rows of numbers, with NaN for null."""
     return np.array([[math.nan if value is None else float(value) for value in row] for row in rows], float)
 
 
 def _stacked(seeds: list[dict[str, list[Any]]]) -> dict[str, np.ndarray]:
-    """The curves of several seeds, those that ended earlier lengthened by NaN."""
+    """The curves of several seeds, padded with NaN to the longest."""
     longest = max(len(curve) for curves in seeds for curve in curves.values())
     padded = {
         name: [[*curves.get(name, []), *[None] * (longest - len(curves.get(name, [])))] for curves in seeds]

@@ -18,9 +18,9 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def rounds_table(
     title: str, rows: Sequence[str], columns: Mapping[str, Mapping[str, float]], limit: int, baseline: str
 ) -> Table:
-    """Rounds to the target, one row an algorithm, with the speed-up over the baseline as the paper prints it.
+    """Rounds to the target, one row per algorithm, with the speed-up over the baseline as in the paper.
 
-    `columns` maps a column's heading to the rounds of each algorithm (infinite: not reached within `limit`).
+    `columns` maps a column's heading to the rounds of each algorithm (infinite if not reached within `limit`).
     """
     table = Table(title=title, title_justify="left")
     table.add_column("algorithm")
@@ -40,7 +40,7 @@ def _cell(rounds: float, baseline: float, best: float, limit: int) -> str:
 
 
 def plain_table(title: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
-    """Any table of texts."""
+    """A table of texts."""
     table = Table(title=title, title_justify="left")
     for name in header:
         table.add_column(name)
@@ -50,8 +50,8 @@ def plain_table(title: str, header: Sequence[str], body: Sequence[Sequence[str]]
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    """The paper's claims, ticked or not by what was measured."""
-    table = Table(title="What the paper says, checked on what was measured", title_justify="left", show_lines=True)
+    """The paper's claims, checked against the measurements."""
+    table = Table(title="The paper's claims, checked against the measurements", title_justify="left", show_lines=True)
     table.add_column("claim")
     table.add_column("measured")
     table.add_column("")
@@ -62,7 +62,7 @@ def claims_table(claims: Sequence[Claim]) -> Table:
 
 
 def sweep_table(tried: Any, title: str) -> Table:
-    """One row a point of the grid: means over the seeds, the best in green."""
+    """One row per point of the grid: means over the seeds, the best point in green."""
     table = Table(title=title, title_justify="left")
     for name in tried.points[0]:
         table.add_column(name, justify="right")
@@ -89,7 +89,7 @@ def sweep_table(tried: Any, title: str) -> Table:
 def histogram_table(
     title: str, counts: np.ndarray, names: Sequence[str] | None = None, labels: Sequence[str] | None = None
 ) -> Table:
-    """One row a client: how many examples, and a bar for each label, relative to the largest anywhere."""
+    """One row per client: its number of examples, and one bar per label, relative to the largest of all clients."""
     table = Table(title=title, title_justify="left")
     table.add_column("client", justify="right")
     table.add_column("examples", justify="right")

@@ -1,4 +1,4 @@
-"""The run folder: raw results as JSON lines, written as they come, checkpoints, and the pictures made from them."""
+"""The run folder: results as JSON lines, checkpoints, pictures and the report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 from covary.errors import CovaryError
 from covary.runs.files import content_of, held, refuse_links, replace
 
-LARGEST = 2**30  # bytes of results that are read
+LARGEST = 2**30  # bytes of a results file
 
 
 class RunFolder:
-    """A folder for one command's results. Each line of `results.jsonl` is whole as soon as it is appended.
+    """The folder of one command's results. `results.jsonl` grows by whole lines.
 
-    A folder that was created or opened is held against other processes until it is closed.
+    A folder that is created or opened is locked against other processes until it is closed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as parent:
@@ -39,7 +39,7 @@ class RunFolder:
         self.checkpoint = path / "checkpoint"
         self._settings = path / "run.json"
         self._about = path / "about.json"
-        self._made: list[Path] = []  # the folders that were not there before
+        self._made: list[Path] = []  # the folders that this object created
         self._hold = contextlib.ExitStack()
 
     @classmethod
@@ -55,17 +55,17 @@ class RunFolder:
                 continue
             except OSError as error:
                 raise CovaryError(
-                    f"A run folder cannot be made in {parent} ({error}). Choose another with --out."
+                    f"A run folder cannot be created in {parent} ({error}). Choose another parent with --out."
                 ) from None
             folder = cls(path)
             folder._made = [path, *made]
             folder._hold.enter_context(held(path))
             return folder
-        raise CovaryError(f"1,000 run folders named {stem} exist already in {parent}. Choose another with --out.")
+        raise CovaryError(f"{parent} already has 1,000 run folders named {stem}. Choose another parent with --out.")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder under this very name, made if need be."""
+        """The folder at this path, created if it does not exist."""
         folder = cls(path)
         folder._made = [] if os.path.lexists(path) else [path]
         with contextlib.ExitStack() as hold:
@@ -76,8 +76,8 @@ class RunFolder:
         return folder
 
     @property
-    def begun(self) -> bool:
-        """Whether there is something to go on with."""
+    def started(self) -> bool:
+        """Whether there is something to resume."""
         try:
             parts = self.path.glob("*/results.jsonl") if self._settings.exists() else ()
             return self.results.exists() or any(parts) or any(self.checkpoint.rglob("*.safetensors"))
@@ -85,11 +85,11 @@ class RunFolder:
             return False
 
     def settle(self, settings: Mapping[str, Any]) -> None:
-        """Say what the results are of; a folder that holds those of something else is refused."""
+        """Save the settings of the results. A folder with results of other settings is an error."""
         settings = json.loads(json.dumps(plain(dict(settings)), default=str))
         if not self._settings.exists():
-            if self.begun:
-                raise CovaryError(f"{self.path} holds results of another program. Give another folder.")
+            if self.started:
+                raise CovaryError(f"{self.path} holds results of another program. Choose another folder.")
             with self.writing():
                 replace(self._settings, json.dumps(settings).encode())
             return
@@ -97,28 +97,28 @@ class RunFolder:
             then = json.loads(content_of(self._settings, 2**20))
             apart = [name for name in {**then, **settings} if then.get(name) != settings.get(name)]
         except (ValueError, TypeError, RecursionError) as error:
-            raise CovaryError(f"{self._settings} is damaged ({error}). Start anew in another folder.") from None
+            raise CovaryError(f"{self._settings} is damaged ({error}). Start again in another folder.") from None
         if apart:
-            told = "; ".join(f"{name} was {then.get(name)} and is {settings.get(name)}" for name in apart)
+            changes = "; ".join(f"{name} was {then.get(name)} and is {settings.get(name)}" for name in apart)
             raise CovaryError(
-                f"{self.path} holds another run: {told}. Give the options it was begun with, or another folder."
+                f"{self.path} holds another run: {changes}. Use the options it was started with, or another folder."
             )
         if self.results.exists():
             self.drop_torn_line()
 
     def settings(self) -> dict[str, Any]:
-        """What the results are of, as `settle` was told; empty where nobody did."""
+        """The settings that `settle` saved; empty if there are none."""
         return self._object(self._settings)
 
     def about(self) -> dict[str, Any]:
-        """What `describe` was told."""
+        """The facts that `describe` saved."""
         return self._object(self._about)
 
     def describe(self, **facts: Any) -> None:
-        """Keep what a reader of the results wants to know besides: the machine, the clients, when it ended."""
-        told = {**self.about(), **facts}
+        """Save facts for the report: the machine, the clients, when it ended."""
+        known = {**self.about(), **facts}
         with self.writing():
-            replace(self._about, json.dumps(plain(told), default=str).encode())
+            replace(self._about, json.dumps(plain(known), default=str).encode())
 
     def _object(self, path: Path) -> dict[str, Any]:
         if not path.is_file():
@@ -126,29 +126,29 @@ class RunFolder:
         try:
             found = json.loads(content_of(path, 2**24))
         except (ValueError, RecursionError) as error:
-            raise CovaryError(f"{path} is damaged ({error}). Start anew in another folder.") from None
+            raise CovaryError(f"{path} is damaged ({error}). Start again in another folder.") from None
         if not isinstance(found, dict):
-            raise CovaryError(f"{path} is not what covary writes. Start anew in another folder.")
+            raise CovaryError(f"{path} has unexpected contents. Start again in another folder.")
         return found
 
     def close(self) -> None:
-        """Let others have the folder; one that was made for nothing, with no result in it, is removed."""
-        if self._made and not self.begun:
+        """Unlock the folder. A new folder without results is removed."""
+        if self._made and not self.started:
             shutil.rmtree(self.path, ignore_errors=True)
             for parent in self._made[1:]:
-                with contextlib.suppress(OSError):  # others have come in
+                with contextlib.suppress(OSError):  # the parent is no longer empty
                     parent.rmdir()
         self._hold.close()
 
     @staticmethod
     def refuse_unwritable(parent: Path) -> None:
-        """Refuse a parent in which no folder can be made, before long work begins."""
+        """Raise an error if no folder can be created in the parent, before long work begins."""
         nearest = next(path for path in (parent.absolute(), *parent.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise CovaryError(f"A run folder cannot be made in {parent}. Choose another place with --out.")
+            raise CovaryError(f"A run folder cannot be created in {parent}. Choose another parent with --out.")
 
     def read(self) -> list[dict[str, Any]]:
-        """The records so far; a last line cut off by a crash is left out."""
+        """The records so far, without a last line that a crash truncated."""
         if not self.results.is_file():
             raise CovaryError(
                 f"{self.path} is not a run folder: it has no results.jsonl. Pass a folder that covary made."
@@ -157,15 +157,15 @@ class RunFolder:
             lines = content_of(self.results, LARGEST).decode().split("\n")[:-1]
             records = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
-            raise CovaryError(f"{self.results} is damaged ({error}). Start anew in another folder.") from None
+            raise CovaryError(f"{self.results} is damaged ({error}). Start again in another folder.") from None
         if not all(isinstance(record, dict) for record in records):
-            raise CovaryError(f"{self.results} is not what covary writes. Start anew in another folder.")
+            raise CovaryError(f"{self.results} has unexpected contents. Start again in another folder.")
         if not records:
-            raise CovaryError(f"{self.results} is empty. Start anew in another folder.")
+            raise CovaryError(f"{self.results} is empty. Start again in another folder.")
         return records
 
     def drop_torn_line(self) -> None:
-        """Cut off a last line that a crash left without its end, before more is appended."""
+        """Remove a last line that a crash truncated, before more lines are appended."""
         content = content_of(self.results, LARGEST)
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -173,7 +173,7 @@ class RunFolder:
                 file.truncate(whole)
 
     def append(self, record: dict[str, Any], durable: bool = False) -> None:
-        """Add a line; a durable one is on the disk when this returns."""
+        """Add a line. A durable line is on the disk when this returns."""
         with self.writing(), self.results.open("a", encoding="utf-8") as file:
             file.write(_line(record))
             if durable:
@@ -181,7 +181,7 @@ class RunFolder:
                 os.fsync(file.fileno())
 
     def cut(self, count: int) -> None:
-        """Keep the first lines only."""
+        """Keep only the first `count` lines."""
         if self.results.exists():
             lines = content_of(self.results, LARGEST).splitlines(keepends=True)
             if len(lines) > count:
@@ -189,19 +189,19 @@ class RunFolder:
                     replace(self.results, b"".join(lines[:count]))
 
     def rewrite(self, records: Iterable[dict[str, Any]]) -> None:
-        """All lines anew, in one step."""
+        """Replace all lines atomically."""
         with self.writing():
             replace(self.results, "".join(map(_line, records)).encode())
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around whatever writes into the folder: where that fails, the user is told what is left."""
+        """Turn a failed write into an error that says what is saved and what to do."""
         try:
             yield
         except OSError as error:
             raise CovaryError(
-                f"{self.path} cannot be written to ({error.strerror}). Whole lines that are there stay: free some "
-                "space, or copy the folder to where there is more, and go on with the copy."
+                f"{self.path} cannot be written to ({error.strerror}). The results so far are saved. Free some space, "
+                "or copy the folder to another disk and resume the copy."
             ) from error
 
 
@@ -210,7 +210,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """NumPy to JSON; a value that was not measured (NaN) is null."""
+    """NumPy values as JSON values; a value that was not measured (NaN) becomes null."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""The paper's assumptions and theorems as things one can measure and check."""
+"""The paper's assumptions and theorems: measured constants, rates, and advice."""
 
 from covary.theory import rates
 from covary.theory.diagnose import Diagnosis, check_advice, diagnose

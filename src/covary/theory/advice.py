@@ -1,4 +1,4 @@
-"""From what was measured to what to do, in plain sentences."""
+"""From measured constants and a trial to advice in sentences."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from covary.theory.hessians import Curvature
 from covary.theory.oracle import Oracle
 from covary.theory.trial import Contest, Trial
 
-VISITS = 5  # of each client, below which its control variate is mostly old
-CHANCE = 1.3  # times what random parts of one data set would differ: no more than that is alike
+VISITS = 5  # with fewer visits per client, most control variates are stale
+ALIKE = 1.3  # clients count as alike if G is below this many times the G of random parts of one data set
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at one point on the way."""
+    """The measurements at one point of the trajectory."""
 
     gradients: Gradients
-    sigma: Estimate  # for the batch size that will be used
-    noise: Noise | None  # None where examples' losses depend on each other
-    curvature: Curvature | None  # None where only gradients were measured
+    sigma: Estimate  # for the batch size of the training
+    noise: Noise | None  # None if examples' losses depend on each other
+    curvature: Curvature | None  # None if only gradients were measured
 
     def as_dict(self) -> dict[str, float]:
-        told = {"loss": self.gradients.loss, "gradient_norm": self.gradients.norm, "G": self.gradients.G.value}
-        told["sigma"] = self.sigma.value
+        values = {"loss": self.gradients.loss, "gradient_norm": self.gradients.norm, "G": self.gradients.G.value}
+        values["sigma"] = self.sigma.value
         if self.curvature is not None:
-            told |= {name: getattr(self.curvature, name).value for name in ("beta", "mu", "delta", "weak_convexity")}
-        return told
+            values |= {name: getattr(self.curvature, name).value for name in ("beta", "mu", "delta", "weak_convexity")}
+        return values
 
     @property
     def against_chance(self) -> float:
-        """G over what it would be if clients were random parts of one data set, √((1 - 1/N) sum p_i s_i²/n_i)."""
+        """G over the G of clients that are random parts of one data set, √((1 - 1/N) sum p_i s_i²/n_i)."""
         if self.noise is None:
             return math.nan
         clients = len(self.noise.sizes) / (1 - self.noise.left_out)
@@ -46,20 +46,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the advice rests on."""
+    """The measurements and trials behind the advice."""
 
     oracle: Oracle
-    points: list[Point]  # from the start to where the trial ended
-    moved: float  # from the first to the last
+    points: list[Point]  # from the start to the end of the trial
+    moved: float  # the distance from the first to the last point
     contest: Contest
     trials: dict[str, Trial]
     chosen: Trial
     beats: bool  # SCAFFOLD beats FedAvg
-    rounds: int  # that the user means to train for
+    rounds: int  # that the user plans to train for
     S: int
-    useful: float  # local steps, by the constants at the start
-    given: bool  # K was
-    goes_on: bool  # SCAFFOLD's best does not diverge when it goes on after the target
+    useful: float  # useful local steps, beta/delta at the start
+    given: bool  # whether the user gave K
+    stable: bool  # SCAFFOLD's best run does not diverge after the target
 
     @property
     def N(self) -> int:
@@ -91,12 +91,12 @@ class Evidence:
 
     @property
     def dissimilarity(self) -> tuple[float, float]:
-        """(G, B) that hold at all points."""
+        """(G, B) for which A1 holds at all points."""
         return envelope([point.gradients for point in self.points])
 
     @property
     def setting(self) -> rates.Setting:
-        """What the theorems are applied to: the constants, and the chosen K and eta_g."""
+        """The quantities in the theorems: the constants, and the chosen K and eta_g."""
         mu, (G, B) = self.mu, self.dissimilarity
         strongly = self.convex and mu.value - mu.se > 1e-4 * self.beta.value
         return rates.Setting(
@@ -117,28 +117,35 @@ class Evidence:
 
     @property
     def gap(self) -> float:
-        """How far the loss fell, which stands for f(x^0) - f*."""
+        """The decrease of the loss, as an estimate of f(x^0) - f*."""
         losses = [point.gradients.loss for point in self.points]
         return max(losses[0] - min(losses), 1e-12)
 
     @property
     def safe_step(self) -> float:
-        """What the theorem guarantees: III for algorithms with controls, I for the others."""
-        controlled = self.chosen.algorithm in ("scaffold", "feddyn", "mime")
-        return rates.scaffold_step(self.setting) if controlled else rates.fedavg_step(self.setting)
+        """The largest eta_l of Theorem III (SCAFFOLD) or Theorem I (FedAvg, and SGD with K = 1).
+
+        The paper has no theorem for the other algorithms. FedDyn and Mime get SCAFFOLD's bound as a guide, FedProx and
+        DANE get FedAvg's.
+        """
+        return rates.scaffold_step(self.setting) if self.controlled else rates.fedavg_step(self.setting)
+
+    @property
+    def controlled(self) -> bool:
+        return self.chosen.algorithm in ("scaffold", "feddyn", "mime")
 
 
 def predicted(e: Evidence, measured: dict[str, float]) -> dict[str, float]:
     """Rounds by Table 1 for each algorithm's own K, scaled so that SGD's (else SCAFFOLD's, FedAvg's) is as measured.
 
-    They are counted to a twentieth of the gap or, where f is not convex, of the squared gradient at the start.
+    The accuracy is a twentieth of the gap or, if f is not convex, of the squared gradient at the start.
     """
     s = e.setting
     epsilon = 0.05 * (e.gap if s.convex else max(e.points[0].gradients.norm ** 2, 1e-12))
 
     def rate(name: str) -> float:
         table = rates.table1(replace(s, K=e.trials[name].K), epsilon)
-        if name == "sgd":  # full local data: no noise; Theorem I with K = 1, less what drifts there, for the sampling
+        if name == "sgd":  # no noise on full local data; the sampling term is that of Theorem I with K = 1
             one = replace(s, K=1, sigma=0.0, B=1.0)
             sampling = rates.table1(one, epsilon)["fedavg"] - rates.table1(replace(one, S=s.N), epsilon)["fedavg"]
             return sampling + rates.table1(replace(one, S=s.N), epsilon)["sgd"]
@@ -146,69 +153,74 @@ def predicted(e: Evidence, measured: dict[str, float]) -> dict[str, float]:
             return min(value for row, value in table.items() if row.startswith("scaffold"))
         return table.get(name, math.nan)
 
-    told = {name: float(rate(name)) for name in e.trials}
+    expected = {name: float(rate(name)) for name in e.trials}
     for name in ("sgd", "scaffold", "fedavg"):
         if math.isfinite(measured.get(name, math.inf)):
-            scale = measured[name] / told[name]
-            return {n: max(1.0, scale * value) for n, value in told.items() if not math.isnan(value)}
+            scale = measured[name] / expected[name]
+            return {n: max(1.0, scale * value) for n, value in expected.items() if not math.isnan(value)}
     return {}
 
 
 def reasons(e: Evidence) -> dict[str, str]:
     """One sentence for the verdict on SCAFFOLD and for each part of the advice."""
-    told = {name: _outcome(trial, e.contest) for name, trial in e.trials.items()}
+    outcomes = {name: _outcome(trial, e.contest) for name, trial in e.trials.items()}
     return {
-        "scaffold": _verdict(e, told),
+        "scaffold": _verdict(e, outcomes),
         "algorithm": (
-            f"It came to {told[e.chosen.algorithm]} in the trial; the others: "
-            + ", ".join(f"{name} {told[name]}" for name in e.trials if name != e.chosen.algorithm)
+            f"In the trial: {outcomes[e.chosen.algorithm]}. The others: "
+            + ", ".join(f"{name} {outcomes[name]}" for name in e.trials if name != e.chosen.algorithm)
             + "."
         ),
         "K": _why_K(e),
-        "eta_l": (
-            f"{e.chosen.eta_l:g} was the best of a grid a factor of 3 apart; the theorem guarantees only "
-            f"{e.safe_step:.2g}, which is safe and slow."
-        ),
+        "eta_l": _why_eta_l(e),
         "eta_g": _why_eta_g(e),
     }
 
 
-def _verdict(e: Evidence, told: dict[str, str]) -> str:
-    ends = f"{told['scaffold']} against {told['fedavg']} in the trial"
+def _verdict(e: Evidence, outcomes: dict[str, str]) -> str:
+    both = f"{outcomes['scaffold']} against {outcomes['fedavg']} in the trial"
     ratio = e.points[-1].against_chance
-    if e.beats and ratio >= CHANCE:
-        much = f"{ratio:.2g} times as much as random parts of one data set would"
-        much = much if math.isfinite(ratio) else "where those of random parts of one data set would not"
-        return (
-            f"SCAFFOLD will beat FedAvg here: {ends}. The clients' gradients differ {much}, and FedAvg drifts by that."
-        )
+    if e.beats and ratio >= ALIKE:
+        much = f"{ratio:.2g} times as much as for random parts of one data set"
+        much = much if math.isfinite(ratio) else "while those of random parts of one data set would not"
+        return f"SCAFFOLD will beat FedAvg here: {both}. The clients' gradients differ {much}, so FedAvg drifts."
     if e.beats:
         return (
-            f"SCAFFOLD will beat FedAvg here: {ends}. The clients are alike, so it is not drift that its controls take "
-            "out but the noise of cohorts and batches."
+            f"SCAFFOLD will beat FedAvg here: {both}. The clients are alike, so its control variates reduce the noise "
+            "of cohorts and batches, not drift."
         )
     if e.contest.beats(e.trials["fedavg"], e.trials["scaffold"]):
         return (
-            f"SCAFFOLD will not beat FedAvg here: {ends}. What it corrects is less than the noise that old controls "
-            "add."
+            f"SCAFFOLD will not beat FedAvg here: {both}. Stale control variates add more noise than the drift they "
+            "correct."
         )
-    return f"SCAFFOLD will not beat FedAvg here: {ends}, no gain that is worth a state on every client."
+    return f"SCAFFOLD will not beat FedAvg here: {both}. The gain is not worth a state on every client."
 
 
 def _why_K(e: Evidence) -> str:
     if e.chosen.algorithm == "sgd":
-        return "SGD takes one step a round."
+        return "SGD takes one step per round."
     if e.chosen.algorithm not in ("scaffold", "fedavg"):
-        return f"{e.chosen.K} is SCAFFOLD's best."
+        return f"{e.chosen.K} was SCAFFOLD's best."
     tried = sorted({row["K"] for row in e.chosen.tried})
     if math.isinf(e.useful):
-        most = "by Theorem IV every local step pays, as all Hessians agree"
+        most = "all Hessians agree, so by Theorem IV every local step helps"
     else:
-        more = ", but the trial saw more" if 2 * e.useful < e.chosen.K else ""
-        most = f"Theorem IV (for quadratics) expects little beyond beta/delta = {e.useful:.3g}{more}"
+        more = ", but the trial gained from more" if 2 * e.useful < e.chosen.K else ""
+        most = f"Theorem IV (for quadratics) expects little gain beyond beta/delta = {e.useful:.3g}{more}"
     if e.given:
         return f"{e.chosen.K} was given; {most}."
-    return f"Of {', '.join(map(str, tried))}, {e.chosen.K} is the fewest that did as well as any; {most}."
+    return f"Of {', '.join(map(str, tried))}, {e.chosen.K} is the smallest that did as well as any; {most}."
+
+
+def _why_eta_l(e: Evidence) -> str:
+    name, bound = e.chosen.algorithm, f"{e.safe_step:.2g}"
+    best = f"{e.chosen.eta_l:g} was the best of a grid with factors of about 3."
+    if name in ("scaffold", "fedavg", "sgd"):
+        theorem = "III" if e.controlled else "I"
+        return f"{best} Theorem {theorem} guarantees convergence only up to {bound}, which is safe but slow."
+    like = "SCAFFOLD (Theorem III)" if e.controlled else "FedAvg (Theorem I)"
+    return f"{best} The paper has no theorem for {name}; the bound for {like} is {bound}."
 
 
 def _why_eta_g(e: Evidence) -> str:
@@ -220,71 +232,70 @@ def _why_eta_g(e: Evidence) -> str:
 
 
 def cautions(e: Evidence) -> list[str]:
-    """Where SCAFFOLD will disappoint, and what is uncertain."""
-    told: list[str] = []
+    """Where SCAFFOLD will help little, and what is uncertain."""
+    found: list[str] = []
     sizes, last, K = e.oracle.problem.data.sizes, e.points[-1], e.trials["scaffold"].K
     visits = e.rounds * e.S / e.N
     if visits < VISITS:
-        told.append(
-            f"Stale controls: with {e.S} of {e.N} clients a round, {e.rounds} rounds visit a client {visits:.2g} "
-            "times, so most control variates are old or still 0. SCAFFOLD will disappoint. More clients a round, or "
-            "more rounds, help it; mime needs no state on clients."
+        found.append(
+            f"Stale controls: with {e.S} of {e.N} clients per round, {e.rounds} rounds visit a client {visits:.2g} "
+            "times, so most control variates are old or still 0 and SCAFFOLD gains little. Use more clients per round "
+            "or more rounds, or mime, which needs no state on clients."
         )
     G2, noise = last.gradients.G.value**2, last.sigma.value**2 / K
     if noise > G2:
-        told.append(
-            f"Noise dominates: sigma²/K = {noise:.3g} is more than G² = {G2:.3g}, so a control variate is mostly "
-            "noise. Larger batches or more local steps help more than SCAFFOLD does."
+        found.append(
+            f"Noise dominates: sigma²/K = {noise:.3g} is larger than G² = {G2:.3g}, so a control variate is mostly "
+            "noise. Larger batches or more local steps help more than SCAFFOLD."
         )
-    if last.against_chance < CHANCE:
-        told.append(
+    if last.against_chance < ALIKE:
+        found.append(
             f"Clients are alike: their gradients differ {last.against_chance:.2g} times as much as those of random "
-            "parts of one data set, so G is what chance makes it and vanishes with more data a client. There is little "
-            "for SCAFFOLD to correct."
+            "parts of one data set. G is due to chance and vanishes with more data per client, so SCAFFOLD has little "
+            "to correct."
         )
-    if not e.goes_on and math.isfinite(e.trials["scaffold"].messages):
-        told.append(
-            "SCAFFOLD's step-size reached the target, but the run diverges if it goes on. Stop at the target, or use a "
-            "step-size a factor of 3 smaller."
+    if not e.stable and math.isfinite(e.trials["scaffold"].to_target):
+        found.append(
+            "SCAFFOLD reached the target with this step-size, but the run diverges after it. Stop at the target, or "
+            "use a step-size 3 times smaller."
         )
     if e.gap <= 1e-6 * max(1.0, abs(e.points[0].gradients.loss)):
-        told.append("The loss hardly fell in the trial: the start is as good as optimal, or no step-size helped.")
+        found.append("The loss hardly fell in the trial: the start is nearly optimal, or no step-size works.")
     if not e.oracle.divisible:
-        told.append(
-            "An example's loss depends on the others of its batch, as under BatchNorm: f_i is no mean over examples, "
-            "sigma is not defined, and control variates do not correct the statistics of batches. Prefer GroupNorm or "
-            "LayerNorm."
+        found.append(
+            "An example's loss depends on the others in its batch, as with BatchNorm: f_i is not a mean over examples, "
+            "sigma is not defined, and control variates do not correct batch statistics. Prefer GroupNorm or LayerNorm."
         )
     if not e.convex:
-        told.append(
-            "f is not convex here (mu < 0). Theorems I and III have rates for that; Theorem IV, and so beta/delta, is "
-            "proved for quadratics and is a guide only."
+        found.append(
+            "f is not convex here (mu < 0). Theorems I and III have rates for this case. Theorem IV, and so "
+            "beta/delta, is proved for quadratics and is only a guide."
         )
     single = int(np.sum(sizes == 1))
     if single and sizes.max() > 1:
-        told.append(
-            f"{single} of {e.N} clients have one example: they have no noise to measure, and their share of G and "
-            "delta tells of single examples, not of clients."
+        found.append(
+            f"{single} of {e.N} clients have one example. Their noise cannot be measured, and their share of G and "
+            "delta reflects single examples, not clients."
         )
     for name, estimate in (("beta", e.beta), ("delta", e.delta)):
         if estimate.se > 0.2 * estimate.value:
-            told.append(f"{name} = {estimate} is uncertain: it is the largest of a sample of the clients.")
-    goal = e.contest.target
-    if goal and not any(math.isfinite(trial.messages) for trial in e.trials.values()):
-        told.append(
-            f"No run reached {goal[0]} {goal[-1]:g} within {e.contest.trips} rounds, so the advice goes by how far "
-            "they came. A longer trial (trial_rounds) would tell more."
+            found.append(f"{name} = {estimate} is uncertain, because only a sample of the clients was measured.")
+    target = e.contest.target
+    if target and not any(math.isfinite(trial.to_target) for trial in e.trials.values()):
+        found.append(
+            f"No run reached {target[0]} {target[-1]:g} within {e.contest.exchanges} rounds, so the advice compares "
+            f"the final {target[0]}. A longer trial (trial_rounds) is more reliable."
         )
-    return told
+    return found
 
 
 def _outcome(trial: Trial, contest: Contest) -> str:
     """How a trial ended, in words."""
-    if contest.target and math.isfinite(trial.messages):
+    if contest.target and math.isfinite(trial.to_target):
         return f"{trial.rounds:.3g} round{'s' if trial.rounds != 1 else ''}" + (
-            f" of {trial.trips} trips" if trial.trips > 1 else ""
+            f" of {trial.exchanges} exchanges" if trial.exchanges > 1 else ""
         )
     if not math.isfinite(trial.value):
         return "divergence"
-    came = f"{contest.metric} {trial.value:.3g}"
-    return f"more than {len(trial.curve) // trial.trips} rounds ({came} by then)" if contest.target else came
+    value = f"{contest.metric} {trial.value:.3g}"
+    return f"more than {len(trial.curve) // trial.exchanges} rounds ({value} by then)" if contest.target else value

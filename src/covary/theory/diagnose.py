@@ -1,4 +1,4 @@
-"""`diagnose`: will SCAFFOLD help here, and with which K, eta_l and eta_g? Measured, predicted, checked by running."""
+"""`diagnose`: whether SCAFFOLD helps on a problem, and with which K, eta_l and eta_g."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from covary.theory.dissimilarity import gradient_dissimilarity, gradient_noise
 from covary.theory.estimate import Estimate
 from covary.theory.hessians import curvature
 from covary.theory.oracle import Oracle
-from covary.theory.trial import Check, Contest, Trial, check, compete, maker, to_what_all_reached
+from covary.theory.trial import Check, Contest, Trial, check, compete, maker, to_common_loss
 
-# In this order one of several that are equally good is chosen: the less work and memory, the earlier.
+# Among equally good algorithms, the first in this list is chosen: less work and memory first.
 PREFERENCE = ("sgd", "fedavg", "scaffold", "mime", "fedprox", "feddyn", "dane")
-LADDER = 4  # between two numbers of local steps that are tried
+LADDER = 4  # the ratio between numbers of local steps that are tried
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured, and what follows from it."""
+    """Measured constants, and the advice that follows from them."""
 
-    # The constants. beta, delta and sigma are the largest and mu is the least from the start to where the trial ended;
-    # with (G, B) A1 holds there, and G is as near the optimum.
+    # The constants. beta, delta and sigma are the largest, and mu the smallest, of all points from the start to the end
+    # of the trial. With (G, B), A1 holds at all points; G is measured nearest to the optimum.
     beta: float  # smoothness of the clients' functions, A5
     beta_se: float
-    mu: float  # lowest curvature of f; below 0: f is not convex here
+    mu: float  # lowest curvature of f; below 0 if f is not convex here
     mu_se: float
     sigma: float  # deviation of a minibatch's gradient within a client, A4
     sigma_se: float
@@ -52,21 +52,21 @@ class Diagnosis:
     K: int
     eta_l: float
     eta_g: float
-    eta_l_safe: float  # what the theorem guarantees for the algorithm, K and eta_g
+    eta_l_safe: float  # the largest eta_l of Theorem III (SCAFFOLD) or I (FedAvg, SGD); a guide for other algorithms
     scaffold_beats_fedavg: bool
     reasons: dict[str, str]
     warnings: list[str]
-    # What it rests on.
+    # The evidence.
     convex: bool
     useful_local_steps: float  # beta / delta
     N: int
     S: int
-    measured: dict[str, float]  # rounds until the goal in the trial, by algorithm; infinite: not reached
-    predicted: dict[str, float]  # by Table 1, scaled so that SGD's is what was measured of it
-    goal: str  # what `measured` counts rounds to
+    measured: dict[str, float]  # rounds until the target in the trial, by algorithm; infinite if not reached
+    predicted: dict[str, float]  # rounds by Table 1, scaled so that SGD's equal the measured ones
+    goal: str  # the target of `measured`, in words
     trials: dict[str, Trial] = field(repr=False)
-    points: list[dict[str, float]] = field(repr=False)  # the constants at each point where they were measured
-    cost: int  # gradients of one example's loss that the constants took
+    points: list[dict[str, float]] = field(repr=False)  # the constants at each measured point
+    cost: int  # the constants' cost in gradients of one example's loss
     seeds: tuple[int, ...]  # of the trial
     prox: float = field(repr=False)
 
@@ -82,11 +82,11 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Whether SCAFFOLD is worth it, in one sentence."""
+        """Whether SCAFFOLD is worth using, in one sentence."""
         return self.reasons["scaffold"]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """Everything as plain values, for JSON."""
         plain = asdict(self)
         for trial in plain["trials"].values():
             trial["curve"] = [None if math.isnan(v) else float(v) for v in trial["curve"]]
@@ -110,24 +110,24 @@ def diagnose(
     algorithms: tuple[str, ...] = PREFERENCE,
     say: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Measure the paper's constants on a problem, and say which algorithm, K and step-sizes to use.
+    """Measure the paper's constants on a problem, and recommend an algorithm, K and step-sizes.
 
-    First the constants are measured at the start, then a short contest is run around the step-size they suggest, then
-    the constants are measured again where it ended. The advice is what won; the constants explain it.
+    It measures the constants at the start, runs a short trial around the step-size they suggest, and measures the
+    constants again at the end of the trial. The advice is the best setting of the trial; the constants explain it.
 
     Args:
-        problem: your model and data, from `covary.supervised(...)`, say, with at least two clients.
-        rounds: how many rounds you mean to train for.
-        clients_per_round, batch_size, seed, x0, weights: as you will use them, and as in `simulate`.
-        local_steps: your K, if it is settled; by default several are tried.
-        target: what you want to reach, such as ("accuracy", 0.9): the contest is then for the fewest rounds to it. By
-            default it is for the lowest training loss.
-        max_local_steps: the most local steps to consider.
-        trial_rounds: the length of the contest. Algorithms that need two trips a round get half as many rounds.
-        trial_seeds: how many times to run it, for the mean.
-        algorithms: which to consider besides SCAFFOLD and FedAvg. VRL-SGD is not among them: it takes SCAFFOLD's steps
-            where it can be used at all.
-        say: called with a line of text when something new is begun.
+        problem: your model and data with at least two clients, for example from `covary.supervised(...)`.
+        rounds: the number of rounds you plan to train for.
+        clients_per_round, batch_size, seed, x0, weights: your settings, as in `simulate`.
+        local_steps: your K, if it is fixed; by default several are tried.
+        target: the target of the training, such as ("accuracy", 0.9): the trial then looks for the fewest rounds to
+            it. By default it looks for the lowest training loss.
+        max_local_steps: the largest K to consider.
+        trial_rounds: the length of the trial. Algorithms with two exchanges per round get half as many rounds.
+        trial_seeds: the number of seeds to average over.
+        algorithms: the algorithms to consider besides SCAFFOLD and FedAvg. VRL-SGD is not among them: where it can be
+            used, it takes the same steps as SCAFFOLD.
+        say: called with a line of text at each new step.
 
     Returns:
         A `Diagnosis`.
@@ -143,7 +143,7 @@ def diagnose(
         raise refused("algorithms", "a list of names", repr(algorithms), f"Try [{algorithms!r}].")
     for name in algorithms:
         if name not in PREFERENCE:
-            raise refused("algorithms", f"some of {', '.join(PREFERENCE)}", name, "See covary.algorithms.")
+            raise refused("algorithms", f"any of {', '.join(PREFERENCE)}", name, "See covary.algorithms.")
     whole("rounds", rounds, 1)
     whole("max_local_steps", max_local_steps, 1)
     whole("seed", seed, 0, most=2**31)
@@ -164,7 +164,7 @@ def diagnose(
     steps = [local_steps] if local_steps is not None else _ladder(max_local_steps)
     contest = Contest(
         problem=problem,
-        trips=max(2, min(rounds, trial_rounds)),
+        exchanges=max(2, min(rounds, trial_rounds)),
         seeds=seeds,
         target=target,
         prox=delta,
@@ -176,14 +176,15 @@ def diagnose(
     if not math.isfinite(best.value):
         raise CovaryError(
             "Every run of the trial diverged, even with the smallest step-size tried "
-            f"({min(row['eta_l'] for row in best.tried):g}). Scale the features (mean 0, deviation 1), or start nearer."
+            f"({min(row['eta_l'] for row in best.tried):g}). Scale the features to mean 0 and deviation 1, or start "
+            "closer to the optimum."
         )
     chosen = next(trials[name] for name in PREFERENCE if name in trials and not contest.beats(best, trials[name]))
     points, x = [first], oracle.start
-    way, goes_on = _trajectory(contest, trials["scaffold"], seed)
-    for x in way:
-        say(f"measuring along the way, {len(points)} of {len(way)}")
-        points.append(_measure(oracle, x, batch_size, hessians=x is way[-1]))
+    trajectory, stable = _trajectory(contest, trials["scaffold"], seed)
+    for x in trajectory:
+        say(f"measuring along the trajectory, {len(points)} of {len(trajectory)}")
+        points.append(_measure(oracle, x, batch_size, hessians=x is trajectory[-1]))
     return _conclude(
         Evidence(
             oracle=oracle,
@@ -197,7 +198,7 @@ def diagnose(
             S=S,
             useful=useful,
             given=local_steps is not None,
-            goes_on=goes_on,
+            stable=stable,
         )
     )
 
@@ -213,22 +214,22 @@ def check_advice(
     say: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Check:
-    """Run the full sweep that a diagnosis is to save, with other seeds, and hold its advice for SCAFFOLD against it.
+    """Compare the advice for SCAFFOLD with a full sweep over K and step-sizes, with other seeds.
 
     Args:
         diagnosis: from `diagnose` on the same problem.
         problem: the problem.
-        target: what rounds are counted to.
-        steps: the K to sweep over; step-sizes a factor of √10 apart are tried for each until the best lies inside.
-        rounds: the most rounds of a run.
-        seeds: of the sweep; by default three that the diagnosis has not seen.
-        say: called with a line of text when something new is begun.
-        settings: `clients_per_round`, `batch_size`, `weights` and `x0`, as they were given to `diagnose`.
+        target: the target that rounds are counted to.
+        steps: the values of K. For each, step-sizes a factor of √10 apart are tried until the best lies inside.
+        rounds: the maximum number of rounds per run.
+        seeds: the seeds of the sweep; by default three that the diagnosis did not use.
+        say: called with a line of text at each new step.
+        settings: `clients_per_round`, `batch_size`, `weights` and `x0`, as given to `diagnose`.
 
     >>> import covary as cv
-    >>> problem, goal = cv.lower_bound(G=10.0), ("loss", 1e-4)
-    >>> found = cv.diagnose(problem, x0=1.0, target=goal, local_steps=4, algorithms=())
-    >>> checked = cv.theory.check_advice(found, problem, goal, [2, 4], seeds=(1,), x0=1.0)
+    >>> problem, target = cv.lower_bound(G=10.0), ("loss", 1e-4)
+    >>> found = cv.diagnose(problem, x0=1.0, target=target, local_steps=4, algorithms=())
+    >>> checked = cv.theory.check_advice(found, problem, target, [2, 4], seeds=(1,), x0=1.0)
     >>> checked.as_predicted, checked.ratio <= 1.5
     (True, True)
     """
@@ -249,30 +250,30 @@ def _measure(oracle: Oracle, x: np.ndarray, batch_size: Any, hessians: bool = Tr
 
 
 def _ladder(most: int) -> list[int]:
-    """The numbers of local steps to try: the most that is allowed, a quarter and a sixteenth of it."""
+    """The values of K to try: the largest allowed, a quarter and a sixteenth of it."""
     return sorted({max(1, most // LADDER**2), max(1, most // LADDER), most})
 
 
 def _trajectory(contest: Contest, trial: Trial, seed: int) -> tuple[list[np.ndarray], bool]:
-    """Where SCAFFOLD's best run was after a quarter of its rounds and at its end, and whether it could have gone on."""
+    """The models of SCAFFOLD's best run after a quarter of its rounds and at its end, and whether it stays stable."""
     algorithm = maker("scaffold", trial.K, contest.prox, trial.eta_g)(trial.eta_l)
     settings: dict[str, Any] = contest.settings | {"local_steps": trial.K, "seed": seed}
-    end = int(trial.rounds) if math.isfinite(trial.messages) else contest.trips
-    with warnings.catch_warnings(record=True) as told:
+    end = int(trial.rounds) if math.isfinite(trial.to_target) else contest.exchanges
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DivergenceWarning)
-        simulate(algorithm, contest.problem, contest.trips, **settings)
+        simulate(algorithm, contest.problem, contest.exchanges, **settings)
         ends = sorted({max(1, end // 4), max(1, end)})
         points = [simulate(algorithm, contest.problem, r, eval_every=r, **settings).x for r in ends]
-    for warning in told:
+    for warning in caught:
         if not issubclass(warning.category, DivergenceWarning):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return points, not any(issubclass(warning.category, DivergenceWarning) for warning in told)
+    return points, not any(issubclass(warning.category, DivergenceWarning) for warning in caught)
 
 
 def _conclude(e: Evidence) -> Diagnosis:
-    shown = e.trials if e.contest.target else to_what_all_reached(e.trials)
+    shown = e.trials if e.contest.target else to_common_loss(e.trials)
     measured = {name: trial.rounds for name, trial in shown.items()}
-    goal = e.contest.target
+    target = e.contest.target
     (G, B), widest = e.dissimilarity, max((point.gradients.G for point in e.points), key=float)
     return Diagnosis(
         beta=e.beta.value,
@@ -300,7 +301,7 @@ def _conclude(e: Evidence) -> Diagnosis:
         S=e.S,
         measured=measured,
         predicted=predicted(e, measured),
-        goal=f"{goal[0]} {goal[-1]:g}" if goal else "the lowest loss that all reached in the trial",
+        goal=f"{target[0]} {target[-1]:g}" if target else "the lowest loss that all reached in the trial",
         trials=shown,
         points=[point.as_dict() for point in e.points],
         cost=e.oracle.cost,

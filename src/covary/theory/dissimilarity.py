@@ -1,7 +1,7 @@
-"""Gradients, measured: how different (A1) and how noisy (A4) they are, and how far controls lag behind them.
+"""Measurements on gradients: dissimilarity between clients (A1), noise within clients (A4), and control lag.
 
-Every figure comes with a standard error and with its cost in gradients of one example's loss (a Hessian-vector product
-counts as two). Of more clients than asked for a random sample is measured, and the error says so.
+Every estimate has a standard error and a cost in gradients of one example's loss (a Hessian-vector product counts as
+two). With more clients than asked for, a random sample is measured, and the standard error accounts for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Noise:
     """The variance of gradients within clients."""
 
     variances: np.ndarray = field(repr=False)  # of each client: s_i² = sum_j ‖∇l_j - ∇f_i‖² / (n_i - 1)
-    errors: np.ndarray = field(repr=False)  # of each s_i², from the examples that were left out
+    errors: np.ndarray = field(repr=False)  # the standard error of each s_i², due to examples left out
     sizes: np.ndarray = field(repr=False)  # n_i
     weights: np.ndarray = field(repr=False)
     left_out: float  # the share of clients that were not measured
@@ -47,9 +47,8 @@ class Noise:
     def sigma(self, batch_size: int | float | None) -> Estimate:
         """σ of A4 for batches drawn without replacement: σ² = sum_i p_i s_i² (1/b - 1/n_i).
 
-        1/b is its mean over the batches of an epoch, the last of which can be smaller.
-
-        The mean over clients, not the worst of them: it is all that the proofs use.
+        1/b is averaged over the batches of an epoch, the last of which can be smaller. σ² is the mean over clients,
+        not the largest: the proofs use no more.
 
         >>> import numpy as np, covary as cv
         >>> data = cv.FederatedData((np.arange(8.0), np.zeros(8)), sizes=[4, 4])
@@ -78,14 +77,14 @@ def gradient_dissimilarity(
     weights: str = "uniform",
     seed: int = 0,
 ) -> Gradients:
-    """Gradient dissimilarity (A1) at a point: the least G for B = 1. At the optimum it is that for every B.
+    """Gradient dissimilarity (A1) at a point: the smallest G for B = 1. At the optimum it is the same for every B.
 
     Args:
-        problem: with at least two clients; or an `Oracle` of it, which measurements can share.
-        x: where, as params or as a flat vector; by default the model's own start.
-        clients: the most clients to look at; of more, a random sample.
+        problem: a problem with at least two clients, or an `Oracle` of it, which measurements can share.
+        x: the point, as params or as a flat vector; by default the model's initial point.
+        clients: the maximum number of clients to measure; with more clients, a random sample.
         weights: "uniform" or "examples", as in `simulate`.
-        seed: of the sample, and of the model's start.
+        seed: the seed of the sample and of the initial point.
 
     >>> import covary as cv
     >>> found = cv.theory.gradient_dissimilarity(cv.lower_bound(G=10.0), x=0.0)
@@ -116,15 +115,15 @@ def gradient_dissimilarity(
 def envelope(
     points: Sequence[Gradients], beta: float | None = None, f_star: float | None = None
 ) -> tuple[float, float]:
-    """A pair (G, B) with which A1 holds at all the points.
+    """A pair (G, B) for which A1 holds at all the points.
 
-    Many do. This one's G is what holds (with B = 1) where the right-hand side is smallest, nearest to the optimum, or
-    up to a tenth more: there G alone decides how far FedAvg can get. B is the least that then covers the other points.
+    Many pairs do. This G is the one (with B = 1) at the point nearest to the optimum, or up to a tenth more: near the
+    optimum, G alone limits FedAvg. B is the smallest value that then covers the other points.
 
     Args:
         points: from `gradient_dissimilarity`, along a trajectory.
-        beta, f_star: for the convex form, sum p_i ‖∇f_i‖² <= G² + 2 beta B² (f - f*); without them the general form,
-            sum p_i ‖∇f_i‖² <= G² + B² ‖∇f‖².
+        beta, f_star: with both, the convex form, sum p_i ‖∇f_i‖² <= G² + 2 beta B² (f - f*); without them, the general
+            form, sum p_i ‖∇f_i‖² <= G² + B² ‖∇f‖².
 
     >>> import covary as cv
     >>> problem = cv.lower_bound(G=10.0)
@@ -136,7 +135,7 @@ def envelope(
     if not points:
         raise refused("points", "at least one", "none", "Measure some with gradient_dissimilarity.")
     if (beta is None) != (f_star is None):
-        raise CovaryError("The convex form needs beta and f_star, the general form neither. Give both or none.")
+        raise CovaryError("The convex form needs beta and f_star, the general form needs neither. Give both or none.")
     a = np.array([p.mean_square for p in points])
     if beta is None or f_star is None:
         b = np.array([p.norm**2 for p in points])
@@ -146,7 +145,7 @@ def envelope(
     G2 = max(a[nearest] - b[nearest], 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         exact, loose = (np.nan_to_num((a - g) / b, nan=1.0, posinf=1e30).max(initial=1.0) for g in (G2, 1.21 * G2))
-    if exact > 4 * loose:  # two points near the optimum alone would drive B up
+    if exact > 4 * loose:  # otherwise two points near the optimum would make B large
         exact, G2 = loose, max(G2, float((a - loose * b).max()))
     return float(np.sqrt(G2)), float(np.sqrt(exact))
 
@@ -160,13 +159,13 @@ def gradient_noise(
     weights: str = "uniform",
     seed: int = 0,
 ) -> Noise:
-    """The variance of single examples' gradients within clients, from which σ follows for every batch size.
+    """The variance of single examples' gradients within clients, which gives σ for every batch size.
 
     Args:
-        clients, examples: the most clients, and the most examples of each, to look at.
+        clients, examples: the maximum number of clients, and of examples per client, to measure.
         problem, x, weights, seed: as in `gradient_dissimilarity`.
 
-    A client with one example has no variance: every batch is all its data.
+    A client with one example has variance 0, because every batch is all its data.
 
     >>> import covary as cv
     >>> cv.theory.gradient_noise(cv.lower_bound(G=10.0)).sigma(None).value
@@ -175,8 +174,8 @@ def gradient_noise(
     oracle = Oracle.of(problem, weights, seed)
     if not oracle.divisible:
         raise CovaryError(
-            "loss(params, batch) must be the mean of its examples' own losses for sigma to be defined; on the first "
-            "examples it is not. Let no example's loss depend on the others, as it does under BatchNorm."
+            "sigma is defined only if loss(params, batch) is the mean of its examples' own losses; on the first "
+            "examples it is not. Make each example's loss independent of the others (BatchNorm is not)."
         )
     x, before = oracle.at(x), oracle.cost
     ids = oracle.some_clients(whole("clients", clients, 2))
@@ -209,12 +208,12 @@ def gradient_noise(
 
 
 def control_lag(problem: Problem | Oracle, c_i: Any, x: Any, *, weights: str = "uniform") -> float:
-    """sum p_i ‖c_i - ∇f_i(x)‖², how far the controls are from the gradients they stand for.
+    """sum p_i ‖c_i - ∇f_i(x)‖², the distance of the control variates from the gradients they estimate.
 
-    With x = x* it is the paper's control lag C_r; with the current model it is what misleads the next round.
+    With x = x* it is the paper's control lag C_r. With the current model it measures the error of the next correction.
 
     Args:
-        c_i: of shape (N, d), from `run.clients.c_i`.
+        c_i: the control variates, of shape (N, d), from `run.clients.c_i`.
         x: the point.
         problem, weights: as in `gradient_dissimilarity`.
 
@@ -240,14 +239,14 @@ def control_lag(problem: Problem | Oracle, c_i: Any, x: Any, *, weights: str = "
 def lag_along(
     algorithm: Algorithm, problem: Problem, rounds: Sequence[int], x_star: Any = None, **settings: Any
 ) -> dict[str, np.ndarray]:
-    """Client drift E_r and control lag along a run of an algorithm with controls `c_i`.
+    """Client drift E_r and control lag along a run of an algorithm with control variates `c_i`.
 
-    The run is repeated up to each of the rounds, which gives the same numbers: keep the list short.
+    The run is repeated up to each of the given rounds, with the same numbers. Keep the list short.
 
     Args:
         algorithm: `covary.scaffold(...)`.
-        problem: what it is to minimise.
-        rounds: the rounds to look at.
+        problem: the problem to minimise.
+        rounds: the rounds to measure.
         x_star: the optimum, for the paper's C_r; see `optimum`.
         settings: the other arguments of `simulate`.
 
@@ -260,7 +259,7 @@ def lag_along(
     True
     """
     if algorithm.invariant != ("c", "c_i"):
-        raise refused("algorithm", "one with controls c_i", algorithm.name, "Try covary.scaffold(eta_l=0.1).")
+        raise refused("algorithm", "one with control variates c_i", algorithm.name, "Try covary.scaffold(eta_l=0.1).")
     oracle = Oracle(problem, settings.get("weights", "uniform"), settings.get("seed", 0))
     rows: dict[str, list[float]] = {"round": [], "drift": [], "lag": []}
     for r in sorted({whole("rounds", r, 1) for r in rounds}):
@@ -284,10 +283,10 @@ def optimum(
     weights: str = "uniform",
     seed: int = 0,
 ) -> tuple[np.ndarray, float]:
-    """A minimiser x* of f by L-BFGS on all data, as a flat vector, and how small the gradient has become there.
+    """A minimiser x* of f by L-BFGS on all data, as a flat vector, and ‖∇f(x*)‖ / ‖∇f(x0)‖.
 
-    Of a function that is not convex it is a stationary point. The second number is ‖∇f(x*)‖ / ‖∇f(x0)‖: where it is
-    not small, f has no minimiser (separable data without regularisation), or more steps are needed.
+    If f is not convex, x* is a stationary point. If the second number is not small, f has no minimiser (separable data
+    without regularisation), or more steps are needed.
 
     >>> import numpy as np, covary as cv
     >>> x, small = cv.theory.optimum(cv.quadratics(A=np.stack([np.eye(2), 3 * np.eye(2)]), b=[[1.0, 0.0], [0.0, 1.0]]))

@@ -1,4 +1,4 @@
-"""A measured number with its error and its cost, and the refusal of what is no number."""
+"""Estimates: a measured number with its standard error and its cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covary.errors import CovaryError
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured number. `se` is 0 where nothing was sampled and nothing cut short."""
+    """A measured number. `se` is 0 if nothing was sampled and the search was complete."""
 
     value: float
     se: float = 0.0
@@ -36,7 +36,7 @@ def refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
     bad = ids[~np.isfinite(values)]
     if bad.size:
         raise CovaryError(
-            f"The {what} of client {bad[0]} ({len(bad)} of {len(ids)} clients) is NaN or infinite at this point: its "
-            "loss has no such derivative there, as a root or a norm at 0, or overflows. Measure at another x, scale "
-            "the data, or smooth the loss (jnp.sqrt(z + 1e-12), say)."
+            f"The {what} of client {bad[0]} ({len(bad)} of {len(ids)} clients) is NaN or infinite at this point: the "
+            "loss overflows, or it has no such derivative there, like a root or a norm at 0. Measure at another x, "
+            "scale the data, or smooth the loss, for example with jnp.sqrt(z + 1e-12)."
         )

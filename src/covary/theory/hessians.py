@@ -1,4 +1,4 @@
-"""Curvature, measured by Hessian-vector products: smoothness (A5), convexity (A3) and Hessian dissimilarity (A2)."""
+"""Curvature from Hessian-vector products: smoothness (A5), convexity (A3) and Hessian dissimilarity (A2)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from covary.theory.lanczos import lanczos
 from covary.theory.oracle import Oracle
 
 TOLERANCE = 0.01  # of an eigenvalue
-SMALL = 256  # parameters up to which as many steps of Lanczos' method can be taken
-STEPS, FEW = 40, 8  # beyond that, and where each is costly
+SMALL = 256  # up to this many parameters, Lanczos' method takes as many steps as parameters
+STEPS, FEW = 40, 8  # steps for larger models, and for products that are costly
 CHEAP = AFFORDABLE = 1e12  # operations: some seconds
-SCREENED, VECTORS = 65_536, 2  # clients whose responses are looked at, and to how many random vectors
+SCREENED, VECTORS = 65_536, 2  # clients that are screened, and random vectors to screen them with
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Curvature:
     """The clients' Hessians at one point."""
 
     beta: Estimate  # A5: max_i ‖∇²f_i‖
-    mu: Estimate  # λ_min(∇²f); below 0: not convex here
+    mu: Estimate  # λ_min(∇²f); below 0 if f is not convex here
     delta: Estimate  # A2: max_i ‖∇²f_i - ∇²f‖
-    weak_convexity: Estimate  # A2: the least w with ∇²f_i >= -w I for all i
-    rounding: float  # of an eigenvalue
-    clients: np.ndarray = field(repr=False)  # those that were measured
+    weak_convexity: Estimate  # A2: the smallest w with ∇²f_i >= -w I for all i
+    rounding: float  # the rounding error of an eigenvalue
+    clients: np.ndarray = field(repr=False)  # the measured clients
     betas: np.ndarray = field(repr=False)  # ‖∇²f_i‖ of each
-    deltas: np.ndarray = field(repr=False)  # ‖∇²f_i - ∇²f‖ of each; where that is costly, roughly for all but two
+    deltas: np.ndarray = field(repr=False)  # ‖∇²f_i - ∇²f‖ of each; approximate for all but two if that is costly
 
     @property
     def convex(self) -> bool:
-        """Whether no negative eigenvalue of ∇²f was found here; one that is found is there, as mu is from above."""
+        """Whether no negative eigenvalue of ∇²f was found here. A found one exists, because mu is an upper bound."""
         return self.mu.value >= -self.rounding
 
 
@@ -53,11 +53,10 @@ def curvature(
     """beta, mu and the Hessian dissimilarity delta (A2) at a point, by Lanczos' method on Hessian-vector products.
 
     Args:
-        problem: with at least two clients; its loss has to be twice differentiable (up to kinks such as ReLU's).
-        x: where, as params or as a flat vector; by default the model's own start.
-        clients: the most clients whose Hessians are measured; by default all where that is cheap, else 16: half of them
-            those that respond most to a random vector, half at random. The standard error of the largest then says how
-            much larger one of the others could be.
+        problem: a problem with at least two clients, whose loss is twice differentiable (up to kinks such as ReLU's).
+        x: the point, as params or as a flat vector; by default the model's initial point.
+        clients: the maximum number of clients to measure. By default all if that is cheap, else 16: the 8 with the
+            largest response to a random vector, and 8 at random. The standard error then covers the other clients.
         weights, seed: as in `gradient_dissimilarity`.
 
     >>> import numpy as np, covary as cv
@@ -103,7 +102,7 @@ def curvature(
     before = oracle.cost
     mu, error = _lowest_of_all(oracle, x, random(1), steps, product, beta.value)
     weak, open_end = max(0.0, lowest.value), lowest.se if lowest.value > 0 else 0.0
-    if others.delta is not None:  # of the unmeasured: no eigenvalue of ∇²f_i is below mu - delta
+    if others.delta is not None:  # for unmeasured clients: no eigenvalue of ∇²f_i is below mu - delta
         open_end = max(open_end, delta.value + delta.se - (mu - error) - weak)
     return Curvature(
         beta=beta,
@@ -118,20 +117,20 @@ def curvature(
 
 
 class Responses(NamedTuple):
-    """How much clients' Hessians respond to random vectors: what is known of those that are not measured."""
+    """The norms of Hessians times random vectors, which also cover clients that are not measured."""
 
     measured: np.ndarray
     unmeasured: np.ndarray
-    drawn: np.ndarray  # which of the measured were drawn at random, and not for their response
+    drawn: np.ndarray  # which of the measured clients were drawn at random, not for their response
 
 
 class Others(NamedTuple):
-    beta: Responses | None  # ‖∇²f_i v‖; None: all are measured
+    beta: Responses | None  # ‖∇²f_i v‖; None if all clients are measured
     delta: Responses | None  # ‖∇²f_i v - ∇²f v‖
 
 
 def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarray, Others]:
-    """The clients to measure: half of them because they seem most curved or most different, half at random."""
+    """The clients to measure: half of them with the largest curvature or difference, half at random."""
     N = oracle.problem.n_clients
     if most >= N:
         return np.arange(N), Others(None, None)
@@ -152,7 +151,7 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
     known = []
     for response in (np.sqrt(squares), np.sqrt(deviations)):
         unmeasured = response[~chosen]
-        if len(ids) < N:  # the largest of N exceeds that of fewer by so much, if the tail is exponential
+        if len(ids) < N:  # how much the largest of N exceeds the largest seen, for an exponential tail
             ordered = np.sort(response)[::-1]
             tail = max(1, len(ids) // 4)
             beyond = ordered[0] + np.log(N / len(ids)) * (ordered[:tail].mean() - ordered[tail])
@@ -164,8 +163,8 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
 def _apart_by_a_sample(
     oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others, start: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """‖∇²f_i - ∇²f‖ where ∇²f of all examples is costly: a sample of them leads to the directions, and the two clients
-    that differ most, by the sample and by the response to a random vector, are then measured against all."""
+    """‖∇²f_i - ∇²f‖ if ∇²f of all examples is costly. A sample of the examples gives the directions. The two clients
+    that differ most, by the sample and by the response to a random vector, are then measured on all examples."""
     examples = int(
         np.clip(AFFORDABLE / 10 / (_operations(x.size) * len(ids) * FEW), 256, oracle.problem.data.n_examples)
     )
@@ -183,7 +182,9 @@ def _apart_by_a_sample(
         FEW,
         _norms_settled,
     )
-    deltas = apart.norms * min(1.0, float(np.max(found.norms / apart.norms[top])))  # less what the sample's noise added
+    deltas = apart.norms * min(
+        1.0, float(np.max(found.norms / apart.norms[top]))
+    )  # corrects for the noise of the sample
     errors = np.zeros_like(deltas)
     deltas[top], errors[top] = found.norms, found.norm_errors
     return deltas, errors
@@ -192,13 +193,13 @@ def _apart_by_a_sample(
 def _lowest_of_all(
     oracle: Oracle, x: np.ndarray, start: Any, steps: int, product: float, beta: float
 ) -> tuple[float, float]:
-    """The lowest eigenvalue of ∇²f, from above, and how much lower one can be."""
+    """An upper bound on the lowest eigenvalue of ∇²f, and its error."""
     floor = 0.0 if x.size <= SMALL else 1e-3 * beta
 
     def settled(values: np.ndarray, errors: np.ndarray) -> bool:
         return errors[0, 0] <= max(TOLERANCE * abs(values[0, 0]), floor)
 
-    if product * steps > AFFORDABLE:  # a sample leads to the direction, from which few steps are taken on all examples
+    if product * steps > AFFORDABLE:  # a sample gives the direction; then few steps on all examples
         examples = int(np.clip(AFFORDABLE / 10 / (_operations(x.size) * steps), 256, oracle.problem.data.n_examples))
         reference = oracle.everyone(examples)[0]
         start = lanczos(lambda V: oracle.common_products(x, V, reference), start, steps, settled).vectors[:, 0]
@@ -209,25 +210,25 @@ def _lowest_of_all(
 
 
 def _operations(d: int) -> float:
-    """About as many as a Hessian-vector product of one example takes, with what a small model takes besides."""
+    """The approximate number of operations of a Hessian-vector product of one example, with overhead."""
     return 12.0 * (d + 100)
 
 
 def _norms_settled(values: np.ndarray, errors: np.ndarray) -> bool:
-    """Whether no matrix can have a norm much above the largest that was found."""
+    """Whether no matrix can have a norm much above the largest found."""
     norms = np.abs(values).max(axis=1)
     return bool((np.abs(values) + errors).max() <= (1 + TOLERANCE) * norms.max())
 
 
 def _both_ends_settled(values: np.ndarray, errors: np.ndarray) -> bool:
-    """The same, and whether no matrix can have an eigenvalue much below the lowest that was found."""
+    """The same, and whether no matrix can have an eigenvalue much below the lowest found."""
     lowest, norm = values[:, 0].min(), np.abs(values).max()
     return _norms_settled(values, errors) and bool((values - errors)[:, 0].min() >= lowest - TOLERANCE * norm)
 
 
 def _largest(values: np.ndarray, errors: np.ndarray, responses: Responses | None, cost: int) -> Estimate:
-    """The largest of the measured values, and how much larger one could be: of those by what their search left open, of
-    the unmeasured if its value stood to its response as in the worst case among those drawn at random."""
+    """The largest measured value, and how much larger the true one could be: for measured clients by the error of the
+    search, for unmeasured ones by their response times the worst ratio among the clients drawn at random."""
     largest = float(values.max())
     unfinished = max(float((values + errors).max()) - largest, 0.0)
     unseen = 0.0
@@ -238,31 +239,31 @@ def _largest(values: np.ndarray, errors: np.ndarray, responses: Responses | None
 
 
 def _refuse_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
-    """Refuse a loss whose gradient jumps, so that its second derivative says nothing about it.
+    """Reject a loss whose gradient jumps, because its second derivative is then meaningless.
 
-    A step along the gradient that ought to change it by a hundredth or a tenth must not change it ten times as much.
+    A step along the gradient that should change it by a hundredth or a tenth must not change it ten times as much.
     """
     parts = oracle.everyone(4096)[0]
     w = np.ones(1) if oracle.divisible else oracle.p
     here = oracle.survey(x, parts, w, 0 * x)[3]
     length = float(np.linalg.norm(here))
-    way = here / length if length > 0 else np.ones_like(x) / np.sqrt(x.size)
+    direction = here / length if length > 0 else np.ones_like(x) / np.sqrt(x.size)
     size = max(1.0, float(np.sqrt(np.mean(np.square(x, dtype=float)))))
     steps = [0.01 * length / beta, 0.1 * length / beta] if beta * size > 1e-12 * length else [0.01 * size, size]
     changes = []
     for step in steps:
-        there = oracle.survey((x + step * way).astype(x.dtype), parts, w, 0 * x)[3]
+        there = oracle.survey((x + step * direction).astype(x.dtype), parts, w, 0 * x)[3]
         changes.append(float(np.linalg.norm(there - here)) / step if step > 0 else 0.0)
     change = max(changes)
     if beta == 0 and change == 0:
         raise CovaryError(
-            "The loss has no curvature at all here: its gradient is the same all around. Such an f has no minimum to "
-            "go to, or the model does not depend on its parameters. Check loss and init."
+            "The loss has no curvature at all here: its gradient is constant. Either f has no minimum, or the model "
+            "does not depend on its parameters. Check loss and init."
         )
     if change > 10 * beta:
         raise CovaryError(
-            f"loss(params, batch) must be twice differentiable: its gradient changes by {change:.3g} per unit step "
-            f"where its second derivative is at most {beta:.3g}, so it has kinks (a hinge, an absolute value, a "
-            "maximum, a rounding), and beta, mu and delta mean nothing for it. Smooth it (softplus, Huber, logsumexp), "
-            "or compare algorithms by running them: covary.sweep."
+            f"loss(params, batch) must be twice differentiable. Its gradient changes by {change:.3g} per unit step, "
+            f"but its second derivative is at most {beta:.3g}, so the loss has kinks (a hinge, an absolute value, a "
+            "maximum, a rounding), and beta, mu and delta are meaningless. Smooth the loss (softplus, Huber, "
+            "logsumexp), or compare algorithms with covary.sweep."
         )

@@ -1,4 +1,4 @@
-"""Extreme eigenvalues of many symmetric matrices at once, from their products with vectors alone."""
+"""Extreme eigenvalues of many symmetric matrices at once, from matrix-vector products."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-EVERY = 4  # steps between two looks at the eigenvalues
-LEAST = 12  # steps before a look can end the search
+EVERY = 4  # steps between two convergence checks
+LEAST = 12  # steps before a check can end the search
 
 
 class Extremes(NamedTuple):
-    """Of each matrix: the lowest and highest Ritz value, how far an eigenvalue can be from each, and their vectors."""
+    """Of each matrix: the lowest and highest Ritz value, their error bounds, and their vectors."""
 
     values: np.ndarray  # (matrices, 2)
     errors: np.ndarray  # (matrices, 2): norms of the residuals
@@ -37,14 +37,14 @@ def lanczos(
     steps: int,
     enough: Callable[[np.ndarray, np.ndarray], bool],
 ) -> Extremes:
-    """Lanczos' method with full reorthogonalisation, on all matrices side by side.
+    """Lanczos' method with full reorthogonalisation, on all matrices at once.
 
     Args:
         product: (matrices, d) -> (matrices, d), each matrix times its own vector.
         start: the first vectors, (matrices, d), not zero.
-        steps: the most products to take.
-        enough: (values, errors) -> whether they will do, asked now and then. A small error only says that some
-            eigenvalue is near, so they have to do twice in a row.
+        steps: the maximum number of products.
+        enough: (values, errors) -> whether they are accurate enough. A small error only says that some eigenvalue is
+            near, so two checks in a row must pass.
 
     Reference: Lanczos 1950; Golub and Van Loan, Matrix Computations, chapter 10.
     """
@@ -53,7 +53,7 @@ def lanczos(
     basis = jnp.zeros((steps, m, d), start.dtype)
     v = start / jnp.linalg.norm(start, axis=1, keepdims=True)
     T = np.zeros((m, steps, steps))
-    length = np.full(m, steps)  # of each matrix's basis; shorter where it has found an invariant subspace
+    length = np.full(m, steps)  # of each matrix's basis; shorter if it spans an invariant subspace
     roundoff = 50 * float(jnp.finfo(start.dtype).eps)
     extremes, satisfied = None, 0
     for k in range(steps):
@@ -82,7 +82,7 @@ def lanczos(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _step(basis: Any, k: Any, v: Any, w: Any) -> Any:
-    """The next direction, freed from all before it (twice, for the sake of rounding)."""
+    """The next direction, orthogonalised against all earlier ones (twice, because of rounding)."""
     alpha = jnp.sum(v * w, axis=1)
     basis = basis.at[k].set(v)
     for _ in range(2):

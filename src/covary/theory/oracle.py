@@ -1,4 +1,4 @@
-"""What the measurements ask of a problem: gradients and Hessian-vector products of its clients, never a d×d matrix."""
+"""The oracle of a problem: gradients and Hessian-vector products of its clients, without d×d matrices."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROWS_AT_ONCE = 1024
 
 
 class Parts(NamedTuple):
-    """One or more functions, each a weighted mean of the losses of examples, cut into parts that fit into memory."""
+    """One or more functions, each a weighted mean of examples' losses, divided into parts that fit into memory."""
 
     rows: np.ndarray  # (parts, length): rows of the data
-    share: np.ndarray | None  # what each counts in its function; None: a function is the loss of its only part as it is
-    first: np.ndarray  # where each function's parts begin, and where the last one's end
+    share: np.ndarray | None  # the weight of each row in its function; None if a function is the loss of its only part
+    first: np.ndarray  # the first part of each function, and one past the last part
 
     @property
     def functions(self) -> int:
@@ -43,18 +43,20 @@ class Oracle:
 
     def __init__(self, problem: Problem, weights: str = "uniform", seed: int = 0, x0: Any = None):
         if not isinstance(problem, Problem):
-            raise refused("problem", "a Problem", type(problem).__name__, "Build one with covary.supervised, say.")
+            raise refused(
+                "problem", "a Problem", type(problem).__name__, "Build one with covary.supervised, for example."
+            )
         if weights not in ("uniform", "examples"):
             raise refused("weights", '"uniform" or "examples"', repr(weights), "The paper's f is the uniform mean.")
         if problem.n_clients < 2:
             raise CovaryError(
-                "problem must have at least 2 clients; got 1. With one client there is nothing that could differ or "
-                "drift: G and delta are 0, and every algorithm is SGD with K steps between messages."
+                "problem must have at least 2 clients; got 1. With one client, G and delta are 0, and every algorithm "
+                "is SGD with K steps per round."
             )
         if problem.data.streamed:
             raise CovaryError(
-                "The constants are measured on data in memory, and this data set is streamed from its folder. Measure "
-                "a sample of its clients that fits: FederatedData.from_clients([data.client(i) for i in ...])."
+                "The constants are measured on data in memory, but this data set is streamed from its folder. Measure "
+                "a sample of its clients: FederatedData.from_clients([data.client(i) for i in ...])."
             )
         whole("seed", seed, 0, most=2**32 - 1)
         problem.refuse_other_losses(one_by_one=len(set(problem.data.sizes.tolist())) > 1)
@@ -63,43 +65,43 @@ class Oracle:
         self.p = np.full(len(sizes), 1 / len(sizes)) if weights == "uniform" else sizes / sizes.sum()
         self.start, self.unravel = problem.start(x0, seed)
         if self.start.dtype.itemsize < 4:
-            fix = "Curvatures drown in its rounding: measure a model in float32, and train in what you like."
+            fix = "Its rounding hides curvatures. Measure the model in float32, and train in any precision."
             raise refused("params", "float32 or float64", str(self.start.dtype), fix)
         self.rng = np.random.default_rng(seed)
         self.cost = 0  # gradients of one example's loss so far; a Hessian-vector product counts two
         self.examples = problem.data.on_device
-        self._product = self._way_to_multiply()
+        self._product = self._hessian_product()
         self.compiled = _Compiled(
-            *(jax.jit(getattr(self, f"_{name}")) for name in _Compiled._fields)  # they go when this goes
+            *(jax.jit(getattr(self, f"_{name}")) for name in _Compiled._fields)  # freed with this object
         )
 
     @classmethod
     def of(cls, problem: Any, weights: str, seed: int) -> Oracle:
-        """Of a problem, or the one that is given in its place, so that measurements share compiled programs."""
+        """The oracle of a problem. An oracle is returned as it is, so that measurements share compiled programs."""
         return problem if isinstance(problem, Oracle) else cls(problem, weights, seed)
 
     def at(self, x: Any) -> np.ndarray:
-        """A point as a flat vector, from a vector or from params; None is the starting point."""
+        """A point as a flat vector, from a vector or from params; None is the initial point."""
         if x is None:
             return self.start
         if hasattr(x, "shape") and np.shape(x) == self.start.shape:
             x = np.asarray(x, self.start.dtype)
             if not np.isfinite(x).all():
-                raise refused("x", "finite", "NaN or infinity in it", "Measure where the model is finite.")
+                raise refused("x", "finite", "NaN or infinity in it", "Choose a point at which the model is finite.")
             return x
         return self.problem.start(x, 0)[0]
 
     def some_clients(self, most: int) -> np.ndarray:
-        """All clients, or so many of them at random."""
+        """All clients, or a random sample of `most`."""
         N = self.problem.n_clients
         return np.arange(N) if most >= N else np.sort(self.rng.choice(N, most, replace=False))
 
     def clients(self, ids: np.ndarray) -> Parts:
         """The functions f_i of some clients."""
         sizes, offsets = self.problem.data.sizes[ids], self.problem.data.offsets[ids]
-        if not self.divisible:  # all of one size then
+        if not self.divisible:  # then all clients have the same size
             return Parts(offsets[:, None] + np.arange(sizes[0]), None, np.arange(len(ids) + 1))
-        length = int(min(ROWS_AT_ONCE, sizes.max(), max(16, 2 * np.median(sizes))))  # few empty places for most
+        length = int(min(ROWS_AT_ONCE, sizes.max(), max(16, 2 * np.median(sizes))))  # little padding for most clients
         counts = -(-sizes // length)
         first = np.concatenate([[0], np.cumsum(counts)])
         owner = np.repeat(np.arange(len(ids)), counts)
@@ -109,7 +111,7 @@ class Oracle:
         return Parts(rows, (place < size) / size, first)
 
     def everyone(self, most: int | None = None) -> tuple[Parts, bool]:
-        """f itself or, of more than `most` examples, f of a sample drawn from every client; and whether it is whole."""
+        """f, and True; or, with more than `most` examples, f on a sample drawn from every client, and False."""
         data = self.problem.data
         if not self.divisible:
             return self.clients(np.arange(len(data.sizes))), True
@@ -121,7 +123,7 @@ class Oracle:
             quota = -(-data.sizes * most // data.n_examples)  # of each client
             shuffled = np.lexsort((self.rng.random(data.n_examples), owner))
             rows = shuffled[rows - data.offsets[owner] < quota[owner]]
-            if len(rows) > 2 * most:  # far more clients than examples are wanted
+            if len(rows) > 2 * most:  # far more clients than wanted examples
                 rows = self.rng.choice(rows, most, replace=False)
             each = self.p[owner] / np.maximum(np.bincount(owner[rows], minlength=len(data.sizes)), 1)[owner]
         parts = -(-len(rows) // ROWS_AT_ONCE)
@@ -130,36 +132,36 @@ class Oracle:
         rows = np.pad(rows, (0, parts * length - len(rows)))
         return Parts(rows.reshape(parts, length), share.reshape(parts, length), np.array([0, parts])), complete
 
-    # Each of the following goes through the parts one by one and counts what it costs.
+    # The following methods process the parts one by one and add up their cost.
 
     def survey(self, x: np.ndarray, parts: Parts, p: np.ndarray, centre: Any) -> tuple[np.ndarray, ...]:
-        """Of each function the loss, ‖∇f_i‖² and ‖∇f_i - centre‖²; and the mean of the gradients weighted by p."""
+        """For each function the loss, ‖∇f_i‖² and ‖∇f_i - centre‖²; and the mean of the gradients weighted by p."""
         self.cost += _count(parts)
         return tuple(np.asarray(v) for v in self.compiled.survey(self.examples, x, parts, p.astype(x.dtype), centre))
 
     def responses(self, x: np.ndarray, v: Any, parts: Parts, p: np.ndarray, centre: Any) -> tuple[np.ndarray, ...]:
-        """Of each function ‖∇²f_i v‖² and ‖∇²f_i v - centre‖²; and the mean of the products weighted by p."""
+        """For each function ‖∇²f_i v‖² and ‖∇²f_i v - centre‖²; and the mean of the products weighted by p."""
         self.cost += 2 * _count(parts)
         found = self.compiled.responses(self.examples, x, v, parts, p.astype(x.dtype), centre)
         return tuple(np.asarray(value) for value in found)
 
     def own_products(self, x: Any, V: Any, parts: Parts) -> Any:
-        """∇²f_i(x) v_i, for each function its own vector."""
+        """∇²f_i(x) v_i, with one vector per function."""
         self.cost += 2 * _count(parts)
         return self.compiled.own_products(self.examples, x, V, parts)
 
     def common_products(self, x: Any, V: Any, parts: Parts) -> Any:
-        """∇²f(x) v for each of the vectors, f being the mean of the functions."""
+        """∇²f(x) v for each of the vectors, where f is the mean of the functions."""
         self.cost += 2 * _count(parts) * len(V)
         return self.compiled.common_products(self.examples, x, V, parts)
 
     def square_deviations(self, x: Any, rows: np.ndarray, centres: Any) -> np.ndarray:
-        """‖∇l_j(x) - centre‖² of single examples, a row of them for each centre."""
+        """‖∇l_j(x) - centre‖² of single examples, one row of examples per centre."""
         self.cost += rows.size
         return np.asarray(self.compiled.square_deviations(self.examples, x, rows, centres))
 
     def gradients(self, x: Any, parts: Parts) -> Any:
-        """∇f_i(x), all of them: (functions, d)."""
+        """∇f_i(x) of all functions: (functions, d)."""
         self.cost += _count(parts)
         return self.compiled.gradients(self.examples, x, parts)
 
@@ -169,7 +171,7 @@ class Oracle:
         return lambda y: loss_at(self.problem.loss, self.unravel(y), batch, share)
 
     def _summed(self, function: Callable[[Any], Any], examples: Any, parts: Any, i: Any, like: Any) -> Any:
-        """The sum over the parts of function i of what is done with each part's loss."""
+        """The sum of `function` over the losses of the parts of function i."""
         if parts.share is None:
             return function(self._loss(examples, parts.rows[i], None))
 
@@ -229,8 +231,8 @@ class Oracle:
 
         return jax.lax.map(one, (rows, centres))
 
-    def _way_to_multiply(self) -> Callable[..., Any]:
-        """How to differentiate the gradient: forwards, or backwards where the loss allows only that."""
+    def _hessian_product(self) -> Callable[..., Any]:
+        """A function that differentiates the gradient: forwards, or backwards if the loss allows only that."""
         slope = jax.grad(self._loss(self.examples, np.arange(1), None))
 
         def forwards(gradient: Any, x: Any, v: Any) -> Any:
@@ -247,9 +249,9 @@ class Oracle:
             else:
                 return way
         raise CovaryError(
-            "loss(params, batch) must be twice differentiable, because beta, mu and delta are curvatures; JAX cannot "
-            f"differentiate its gradient ({str(reason).splitlines()[0]}). Give functions with a derivative of their "
-            "own (custom_vjp, callbacks) a differentiable one."
+            "loss(params, batch) must be twice differentiable, because beta, mu and delta are curvatures, but JAX "
+            f"cannot differentiate its gradient ({str(reason).splitlines()[0]}). Make custom derivatives (custom_vjp, "
+            "callbacks) differentiable."
         )
 
 

@@ -1,11 +1,11 @@
 """The paper's rates: Table 1, and Theorems I to IV in the full form of the appendix.
 
-What the paper hides in O(...) is 1 here, and logarithms of Table 1 are left out as there; the constants that the full
-statements do give (step-sizes, exponents) are kept. So a number of rounds is an order of magnitude: compare two of
-them with each other, not with a clock. All formulas are free of units: measuring f in cents and x in inches changes no
-number of rounds. Where the paper's print is not, the proof's form is used, and the docstring says so.
+Constants hidden in O(...) are set to 1, and the logarithms of Table 1 are left out, as in the paper. Constants in the
+full statements (step-sizes, exponents) are kept. A number of rounds is therefore an order of magnitude: compare two of
+them with each other only. All formulas are consistent in units: rescaling f or x changes no number of rounds. Where
+the printed formula is not, the form of the proof is used, and the docstring says so.
 
-`epsilon` is the accuracy to reach: E[f] - f* for convex f, E‖∇f‖² otherwise and in Theorem IV.
+`epsilon` is the target accuracy: E[f] - f* for convex f, E‖∇f‖² otherwise and in Theorem IV.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MOST_ROUNDS = 2**62
 
 @dataclass(frozen=True)
 class Setting:
-    """What the rates depend on, in the paper's notation.
+    """The quantities in the rates, in the paper's notation.
 
     Args:
         beta: smoothness of every f_i (A5).
-        mu: strong convexity (A3); 0 for general convex.
-        convex: False for functions that are not convex.
+        mu: strong convexity (A3); 0 for general convex f.
+        convex: False if f is not convex.
         sigma: deviation of a client's stochastic gradient (A4).
         G, B: gradient dissimilarity (A1).
         delta: Hessian dissimilarity (A2); at most 2 beta, which is the default.
-        N, S, K: clients, clients a round (all by default), local steps.
+        N, S, K: clients, clients per round (all by default), local steps.
         D: ‖x^0 - x*‖.
         F: f(x^0) - f*.
         eta_g: the global step-size.
@@ -59,14 +59,14 @@ class Setting:
         for name in ("beta", "D", "F", "eta_g"):
             positive(name, getattr(self, name))
         if self.eta_g < 1:
-            raise refused("eta_g", "at least 1 in the theorems", self.eta_g, "Use 1, or the theorems' √S.")
+            raise refused("eta_g", "at least 1 in the theorems", self.eta_g, "Use 1, or √S as in the theorems.")
         for name in ("mu", "sigma", "G"):
             non_negative(name, getattr(self, name))
         if self.mu > self.beta or (self.mu > 0 and not self.convex):
-            fix = "A strongly convex f is convex, and no flatter than it is curved."
+            fix = "A strongly convex f is convex, and its mu is at most beta."
             raise refused("mu", f"at most beta = {self.beta:g}, and 0 unless convex", self.mu, fix)
         if not self.B >= 1:
-            raise refused("B", "a number of at least 1", self.B, "A1 cannot hold at large gradients otherwise.")
+            raise refused("B", "a number of at least 1", self.B, "With a smaller B, A1 cannot hold at large gradients.")
         whole("N", self.N, 1)
         whole("K", self.K, 1)
         if self.S is None:
@@ -103,12 +103,12 @@ def fedavg_step(s: Setting) -> float:
 
 
 def fedavg_error(s: Setting, rounds: float) -> float:
-    """What is left after so many rounds of FedAvg by Theorem I (full form).
+    """The error after R rounds of FedAvg by Theorem I (full form).
 
     With M² = sigma² (1 + S/eta_g²) + K (1 - S/N) G² it is
-    M²/(mu R K S) + beta G²/(mu² R²) + mu D² exp(-mu R/(16 (1 + B²) beta)) where f is strongly convex, and
-    M D/√(R K S) + D^(4/3) (beta G²)^(1/3)/R^(2/3) + B² beta D²/R where it is convex. Where it is not, the print has
-    beta M √F and (beta G²)^(1/3); the lemma it rests on gives M √(beta F) and (beta G)^(2/3), whose units are right.
+    M²/(mu R K S) + beta G²/(mu² R²) + mu D² exp(-mu R/(16 (1 + B²) beta)) for strongly convex f, and
+    M D/√(R K S) + D^(4/3) (beta G²)^(1/3)/R^(2/3) + B² beta D²/R for convex f. For other f the paper prints
+    beta M √F and (beta G²)^(1/3); its lemma gives M √(beta F) and (beta G)^(2/3), whose units are consistent.
 
     >>> from covary.theory import rates
     >>> s = rates.Setting(beta=1.0, mu=0.1, G=10.0)
@@ -128,7 +128,7 @@ def fedavg_error(s: Setting, rounds: float) -> float:
 
 
 def fedavg_rounds(s: Setting, epsilon: float) -> float:
-    """The rounds after which Theorem I (full form) promises an error of epsilon; no fewer than 8 (1 + B²) beta/mu.
+    """The rounds to an error of epsilon by Theorem I (full form); at least 8 (1 + B²) beta/mu.
 
     >>> from covary.theory import rates
     >>> easy, hard = (rates.Setting(beta=1.0, mu=0.1, G=G) for G in (0.0, 100.0))
@@ -140,9 +140,9 @@ def fedavg_rounds(s: Setting, epsilon: float) -> float:
 
 
 def lower_bound_error(s: Setting, rounds: float) -> float:
-    """What no choice of step-sizes can get FedAvg below after so many rounds (Theorem II): min(F, G²/(mu R²)).
+    """The lower bound on FedAvg's error after R rounds for any step-sizes (Theorem II): min(F, G²/(mu R²)).
 
-    It needs K >= 2 and eta_g = 1, and holds for the worst functions with this G and mu, even with sigma = 0 and S = N.
+    It needs K >= 2 and eta_g = 1. It holds for the worst functions with this G and mu, even with sigma = 0 and S = N.
 
     >>> from covary.theory import rates
     >>> rates.lower_bound_error(rates.Setting(beta=1.0, mu=1.0, G=10.0, F=50.0, K=2), 100)
@@ -153,7 +153,7 @@ def lower_bound_error(s: Setting, rounds: float) -> float:
 
 
 def lower_bound_rounds(s: Setting, epsilon: float) -> float:
-    """The rounds that FedAvg needs at least on the worst such functions: G/√(mu epsilon) (Theorem II).
+    """The lower bound on FedAvg's rounds on the worst such functions: G/√(mu epsilon) (Theorem II).
 
     >>> from covary.theory import rates
     >>> rates.lower_bound_rounds(rates.Setting(beta=1.0, mu=1.0, G=10.0, K=2), 1e-4)
@@ -165,8 +165,8 @@ def lower_bound_rounds(s: Setting, epsilon: float) -> float:
 
 
 def scaffold_step(s: Setting) -> float:
-    """The largest eta_l of Theorem III: min(1/(81 beta K eta_g), S/(15 mu N K eta_g)) where f is strongly convex, the
-    first of these where it is convex, and (S/N)^(2/3) / (24 beta K eta_g) where it is not.
+    """The largest eta_l of Theorem III: min(1/(81 beta K eta_g), S/(15 mu N K eta_g)) for strongly convex f, the first
+    of these for convex f, and (S/N)^(2/3) / (24 beta K eta_g) for other f.
 
     >>> from covary.theory import rates
     >>> rates.scaffold_step(rates.Setting(beta=1.0, K=10)) == 1 / 810
@@ -179,14 +179,14 @@ def scaffold_step(s: Setting) -> float:
 
 
 def scaffold_error(s: Setting, rounds: float) -> float:
-    """What is left after so many rounds of SCAFFOLD by Theorem III (full form), with a warm start.
+    """The error after R rounds of SCAFFOLD by Theorem III (full form), with a warm start.
 
-    That makes D̃² = D² + F/beta + sigma²/(K beta²) (the remark after the theorem), in place of D² below.
+    With the warm start, D̃² = D² + F/beta + sigma²/(K beta²) replaces D² below (the remark after the theorem).
 
-    sigma² (1 + S/eta_g²)/(mu R K S) + (N mu/S) D² exp(-min(S/(30 N), mu/(162 beta)) R) where f is strongly convex,
-    sigma D √(1 + S/eta_g²)/√(R K S) + √(N/S) beta D²/R where it is convex, and
-    sigma √(beta F) √(1 + N/eta_g²)/√(R K S) + (N/S)^(2/3) beta F/R where it is not (the print lacks the first beta).
-    G and delta do not appear: it holds however different the clients are.
+    sigma² (1 + S/eta_g²)/(mu R K S) + (N mu/S) D² exp(-min(S/(30 N), mu/(162 beta)) R) for strongly convex f,
+    sigma D √(1 + S/eta_g²)/√(R K S) + √(N/S) beta D²/R for convex f, and
+    sigma √(beta F) √(1 + N/eta_g²)/√(R K S) + (N/S)^(2/3) beta F/R for other f (the print lacks the first beta).
+    G and delta do not appear: the rate does not depend on how different the clients are.
 
     >>> from covary.theory import rates
     >>> a, b = (rates.Setting(beta=1.0, mu=0.1, G=G) for G in (0.0, 1e6))
@@ -206,7 +206,7 @@ def scaffold_error(s: Setting, rounds: float) -> float:
 
 
 def scaffold_rounds(s: Setting, epsilon: float) -> float:
-    """The rounds after which Theorem III (full form) promises epsilon; at least max(162 beta/mu, 30 N/S).
+    """The rounds to an error of epsilon by Theorem III (full form); at least max(162 beta/mu, 30 N/S).
 
     >>> from covary.theory import rates
     >>> few, all = (rates.Setting(beta=1.0, N=100, S=S) for S in (1, 100))
@@ -220,7 +220,7 @@ def scaffold_rounds(s: Setting, epsilon: float) -> float:
 def similar_step(s: Setting) -> float:
     """The largest eta_l of Theorem IV (full form): min(1/(10 beta), 1/(22 delta K)) and, for mu > 0, 1/(10 mu K).
 
-    Unlike in Theorem III it does not shrink with K as long as the clients' Hessians agree (delta K < beta).
+    Unlike in Theorem III, it does not shrink with K as long as the clients' Hessians agree (delta K < beta).
 
     >>> from covary.theory import rates
     >>> rates.similar_step(rates.Setting(beta=1.0, delta=0.0, K=50))
@@ -237,10 +237,10 @@ def similar_step(s: Setting) -> float:
 
 
 def similar_error(s: Setting, rounds: float) -> float:
-    """E‖∇f‖² after so many rounds of SCAFFOLD on quadratics, by Theorem IV (full form); eta_g = 1 and S = N.
+    """E‖∇f‖² after R rounds of SCAFFOLD on quadratics by Theorem IV (full form), with eta_g = 1 and S = N.
 
-    beta sigma²/(mu R K N) + mu beta D² exp(-mu R K/(20 beta + 44 delta K + 20 mu K)) where f is strongly convex (the
-    print lacks the second beta), else sigma √(beta F)/√(R K N) + (beta + delta K) F/(R K).
+    beta sigma²/(mu R K N) + mu beta D² exp(-mu R K/(20 beta + 44 delta K + 20 mu K)) for strongly convex f (the print
+    lacks the second beta), else sigma √(beta F)/√(R K N) + (beta + delta K) F/(R K).
 
     >>> from covary.theory import rates
     >>> same, other = (rates.Setting(beta=1.0, mu=0.01, delta=delta, K=20) for delta in (0.0, 1.0))
@@ -256,10 +256,10 @@ def similar_error(s: Setting, rounds: float) -> float:
 
 
 def similar_rounds(s: Setting, epsilon: float) -> float:
-    """The rounds after which Theorem IV promises E‖∇f‖² <= epsilon on quadratics.
+    """The rounds to E‖∇f‖² <= epsilon on quadratics by Theorem IV.
 
-    Where mu > 0 at least max(20 beta/mu, (44 delta + 20 mu) K/mu, 20 K) local steps (printed as rounds, but the proof's
-    lemma is applied to steps), so that many rounds over K.
+    For mu > 0 it needs at least max(20 beta/mu, (44 delta + 20 mu) K/mu, 20 K) local steps, that is 1/K as many rounds.
+    The paper prints this number as rounds, but the proof applies its lemma to steps.
 
     >>> from covary.theory import rates
     >>> one, ten = (rates.Setting(beta=1.0, delta=0.0, K=K) for K in (1, 10))
@@ -271,10 +271,10 @@ def similar_rounds(s: Setting, epsilon: float) -> float:
 
 
 def useful_local_steps(beta: float, delta: float) -> float:
-    """beta/delta: the K beyond which no number of local steps can halve SCAFFOLD's rounds once more.
+    """beta/delta: beyond this K, no number of local steps can halve SCAFFOLD's rounds again.
 
-    It is where the two terms of Theorem IV's (beta + delta K)/(mu K) are equal (section "Usefulness of local steps").
-    Infinite where all Hessians agree.
+    At this K the two terms of Theorem IV's (beta + delta K)/(mu K) are equal (section "Usefulness of local steps"). It
+    is infinite if all Hessians agree.
 
     >>> from covary.theory import rates
     >>> rates.useful_local_steps(beta=10.0, delta=0.5)
@@ -286,10 +286,10 @@ def useful_local_steps(beta: float, delta: float) -> float:
 
 
 def table1(s: Setting, epsilon: float) -> dict[str, float]:
-    """Table 1 of the paper with beta, D and F written out: rounds to epsilon by method, logarithms left out.
+    """Table 1 of the paper with beta, D and F written out: rounds to epsilon by method, without logarithms.
 
-    For general convex f set mu = epsilon/D², as the table's caption says; that is done here where mu = 0. A method
-    without a rate for the case is left out; so are those that need all clients in every round, where S < N.
+    For general convex f (mu = 0), mu = epsilon/D², as the table's caption says. A method without a rate for the case is
+    left out; with S < N, so is a method that needs all clients in every round.
 
     >>> from covary.theory import rates
     >>> table = rates.table1(rates.Setting(beta=1.0, mu=0.01, G=10.0, delta=0.1, N=20, K=10), epsilon=1e-4)
@@ -339,7 +339,7 @@ def table1(s: Setting, epsilon: float) -> dict[str, float]:
 
 
 def _first(error: Callable[[float], float], epsilon: float, least: float) -> float:
-    """The least whole number of rounds from `least` on whose error is at most epsilon; errors fall with the rounds."""
+    """The smallest number of rounds, at least `least`, with an error of at most epsilon, for a decreasing error."""
     positive("epsilon", epsilon)
     low, high = 0, max(1, math.ceil(least))
     if error(high) <= epsilon:

@@ -1,7 +1,8 @@
-"""A short contest: every algorithm with its step-size tuned, SCAFFOLD and FedAvg over the number of local steps too.
+"""A short trial: every algorithm with its step-size tuned, SCAFFOLD and FedAvg also with the number of local steps.
 
-Theory's step-sizes are safe and slow, so the ones to use are found by running a few rounds. All members of a sweep
-share cohorts and batches, and an algorithm with two trips a round has half the rounds: communication is compared.
+The step-sizes of the theorems are safe but slow, so the trial finds better ones in a few rounds. All members of a
+sweep share cohorts and batches. The trial compares communication: an algorithm with two exchanges per round gets half
+the rounds.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from covary.problem import Problem
 from covary.sweep import RATIO, Sweep, half_decade, sweep
 from covary.targets import direction_of, target_of
 
-NEAR = 1.1  # needing up to this many times the fewest trips is as good
+NEAR = 1.1  # two results count as equally good up to this ratio of exchanges
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The best that was found of one algorithm."""
+    """The best result of one algorithm."""
 
     algorithm: str
     K: int
     eta_l: float
     eta_g: float
-    trips: int  # to the clients and back, a round
-    messages: float  # trips until the goal; infinite where it was not reached
-    value: float  # the metric after the last of them
-    curve: np.ndarray = field(repr=False)  # the metric by trip, NaN where not measured
+    exchanges: int  # per round
+    to_target: float  # exchanges until the target; infinite if it was not reached
+    value: float  # the metric after the last exchange
+    curve: np.ndarray = field(repr=False)  # the metric after each exchange, NaN if not measured
     tried: list[dict[str, Any]] = field(repr=False)  # every member of the sweeps
 
     @property
     def rounds(self) -> float:
-        """Rounds until the goal."""
-        return self.messages / self.trips
+        """Rounds until the target."""
+        return self.to_target / self.exchanges
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Contest:
     """What all runs of a trial share."""
 
     problem: Problem
-    trips: int
+    exchanges: int  # of each run
     seeds: tuple[int, ...]
     target: tuple[str, float] | tuple[str, str, float] | None
     prox: float  # the strength of proximal terms
@@ -59,45 +60,48 @@ class Contest:
         return self.target[0] if self.target else "loss"
 
     @property
-    def way(self) -> float:
-        """+1 where the metric is to rise, -1 where it is to fall."""
+    def sign(self) -> float:
+        """+1 if a larger metric is better, -1 if a smaller one is."""
         target = target_of(self.target)
         return direction_of(self.metric) if target is None else target.direction
 
     def order(self, trial: Trial) -> tuple[float, float]:
-        """Fewest trips to the goal first, then the best value."""
-        return trial.messages, -self.way * trial.value
+        """The sort key: exchanges to the target, then the final value."""
+        return trial.to_target, -self.sign * trial.value
 
     def as_good(self, first: Trial, second: Trial) -> bool:
         """Whether the first needs at most a tenth more communication than the second."""
-        own, other = self.trips_of(first, second)
+        own, other = self.exchanges_of(first, second)
         return own <= NEAR * other
 
     def beats(self, first: Trial, second: Trial) -> bool:
         """Whether the first saves more than a tenth of the second's communication, and more than one round."""
-        own, other = self.trips_of(first, second)
-        return other > NEAR * own and other > own + first.trips
+        own, other = self.exchanges_of(first, second)
+        return other > NEAR * own and other > own + first.exchanges
 
-    def trips_of(self, first: Trial, second: Trial) -> tuple[float, float]:
-        """What each needed to the target or, where neither reached it, to where the better one was a tenth before its
-        end, give or take a thousandth of the progress: two that have converged are compared by when they had."""
-        if math.isfinite(first.messages) or math.isfinite(second.messages):
-            return first.messages, second.messages
-        better = max((first, second), key=lambda trial: self.way * trial.value)
+    def exchanges_of(self, first: Trial, second: Trial) -> tuple[float, float]:
+        """The exchanges each needed to the target.
+
+        If neither reached it, the target is the value of the better one a tenth before its end, minus a thousandth of
+        its progress. Two trials that have converged are thus compared by when they converged.
+        """
+        if math.isfinite(first.to_target) or math.isfinite(second.to_target):
+            return first.to_target, second.to_target
+        better = max((first, second), key=lambda trial: self.sign * trial.value)
         if not math.isfinite(better.value):
             return math.inf, math.inf
         seen = better.curve[np.isfinite(better.curve)]
-        early = better.curve[: max(better.trips, int(len(better.curve) / NEAR))]
-        goal = self.way * early[np.isfinite(early)][-1] - 1e-3 * float(np.ptp(seen))
+        early = better.curve[: max(better.exchanges, int(len(better.curve) / NEAR))]
+        target = self.sign * early[np.isfinite(early)][-1] - 1e-3 * float(np.ptp(seen))
 
-        def trips(trial: Trial) -> float:
-            there = np.flatnonzero(self.way * trial.curve >= goal)
-            return float(there[0] + 1) if there.size and math.isfinite(trial.value) else math.inf
+        def needed(trial: Trial) -> float:
+            met = np.flatnonzero(self.sign * trial.curve >= target)
+            return float(met[0] + 1) if met.size and math.isfinite(trial.value) else math.inf
 
-        return trips(first), trips(second)
+        return needed(first), needed(second)
 
     def tune(self, name: str, K: int, centre: float, eta_g: float = 1.0) -> Trial:
-        """The best step-size around a centre; the grid is continued while the best lies at an end of it."""
+        """The best step-size around a centre. The grid is extended while the best lies at an end of it."""
         found = self.run(name, K, [half_decade(centre * RATIO**j) for j in (-2, -1, 0, 1)], eta_g)
         for _ in range(3):
             best, tried = min(found, key=self.order).eta_l, [trial.eta_l for trial in found]
@@ -111,11 +115,13 @@ class Contest:
     def run(self, name: str, K: int, eta_l: list[float], eta_g: float) -> list[Trial]:
         """One sweep over local step-sizes."""
         self.say(f"{name}, K = {K}, eta_l = {', '.join(f'{eta:g}' for eta in eta_l)}")
-        build, trips = maker(name, K, self.prox, eta_g), len(maker(name, K, self.prox, eta_g)(1.0).exchanges)
-        rounds = max(2, self.trips // trips)
+        build = maker(name, K, self.prox, eta_g)
+        exchanges = len(build(1.0).exchanges)
+        rounds = max(2, self.exchanges // exchanges)
         swept = sweep(
             build,
-            self.problem if self.target else replace(self.problem, metrics=None),  # the loss is measured then
+            # without metrics, the loss is measured
+            self.problem if self.target else replace(self.problem, metrics=None),
             {"eta_l": eta_l},
             self.seeds,
             rounds=rounds,
@@ -124,13 +130,13 @@ class Contest:
             race=self.target is not None,
             **self.settings,
         )
-        return [self._trial(name, K, eta_g, trips, swept, p) for p in range(len(eta_l))]
+        return [self._trial(name, K, eta_g, exchanges, swept, p) for p in range(len(eta_l))]
 
-    def _trial(self, name: str, K: int, eta_g: float, trips: int, swept: Sweep, p: int) -> Trial:
+    def _trial(self, name: str, K: int, eta_g: float, exchanges: int, swept: Sweep, p: int) -> Trial:
         members = swept.table[p * len(self.seeds) : (p + 1) * len(self.seeds)]
-        by_round = np.mean([_carried_on(curve) for curve in swept.curves[self.metric][p]], axis=0)
-        curve = np.full(trips * len(by_round), np.nan)
-        curve[trips - 1 :: trips] = by_round
+        by_round = np.mean([_extended(curve) for curve in swept.curves[self.metric][p]], axis=0)
+        curve = np.full(exchanges * len(by_round), np.nan)
+        curve[exchanges - 1 :: exchanges] = by_round
         seen = curve[np.isfinite(curve)]
         broken = any(row["outcome"] == "diverged" for row in members) or not seen.size
         return Trial(
@@ -138,16 +144,16 @@ class Contest:
             K=K,
             eta_l=swept.points[p]["eta_l"],
             eta_g=eta_g,
-            trips=trips,
-            messages=trips * float(swept.mean_rounds()[p]) if self.target and not broken else math.inf,
-            value=-self.way * math.inf if broken else float(seen[-1]),
+            exchanges=exchanges,
+            to_target=exchanges * float(swept.mean_rounds()[p]) if self.target and not broken else math.inf,
+            value=-self.sign * math.inf if broken else float(seen[-1]),
             curve=curve,
             tried=[{"algorithm": name, "K": K, "eta_g": eta_g, **row} for row in members],
         )
 
 
-def _carried_on(curve: np.ndarray) -> np.ndarray:
-    """A seed's curve with its last value in the rounds after it reached the target."""
+def _extended(curve: np.ndarray) -> np.ndarray:
+    """A seed's curve, with its last value repeated in the rounds after it reached the target."""
     last = np.maximum.accumulate(np.where(np.isnan(curve), 0, np.arange(len(curve))))
     return curve[last]
 
@@ -155,7 +161,7 @@ def _carried_on(curve: np.ndarray) -> np.ndarray:
 def compete(
     contest: Contest, names: Sequence[str], steps: Sequence[int], eta_l: float, cohort: int
 ) -> dict[str, Trial]:
-    """The best of every algorithm; of SCAFFOLD and FedAvg with the fewest local steps that do as well as any."""
+    """The best trial of every algorithm; for SCAFFOLD and FedAvg with the smallest K that does as well as any."""
     found: dict[str, Trial] = {}
     for name in ("scaffold", "fedavg"):
         over_K: list[Trial] = []
@@ -163,14 +169,14 @@ def compete(
             over_K.append(contest.tune(name, K, over_K[-1].eta_l if over_K else eta_l))
         best = min(over_K, key=contest.order)
         chosen = next(trial for trial in over_K if contest.as_good(trial, best))
-        if cohort > 1:  # the theorems' two step-sizes: a larger one at the server, a smaller one at the clients
+        if cohort > 1:  # as in the theorems: a larger step-size at the server, a smaller one at the clients
             eta_g = float(f"{math.sqrt(cohort):.2g}")
             over_K.append(contest.tune(name, chosen.K, chosen.eta_l / eta_g, eta_g))
             if not contest.as_good(chosen, over_K[-1]):
                 chosen = over_K[-1]
         found[name] = replace(chosen, tried=[member for trial in over_K for member in trial.tried])
-        if math.isfinite(chosen.messages):  # whoever needs three times as long is out of the race
-            contest = replace(contest, trips=min(contest.trips, max(10, int(3 * chosen.messages))))
+        if math.isfinite(chosen.to_target):  # the others stop after three times as many exchanges
+            contest = replace(contest, exchanges=min(contest.exchanges, max(10, int(3 * chosen.to_target))))
     for name in names:
         if name not in found:
             like = found["scaffold"]
@@ -179,10 +185,10 @@ def compete(
 
 
 def maker(name: str, K: int, prox: float, eta_g: float) -> Callable[[Any], Algorithm]:
-    """An algorithm with everything but its local step-size settled."""
+    """The factory of an algorithm in which only the local step-size is open."""
     if name in ("fedprox", "dane"):
         return lambda eta_l: getattr(algorithms, name)(eta_l, mu=prox)
-    if name == "feddyn":  # as strong as makes K steps reach as far as SCAFFOLD's
+    if name == "feddyn":  # with this alpha, K steps reach as far as SCAFFOLD's
         return lambda eta_l: algorithms.feddyn(eta_l, alpha=1 / (K * eta_l))
     if name in ("scaffold", "fedavg"):
         return lambda eta_l: getattr(algorithms, name)(eta_l, eta_g=eta_g)
@@ -194,7 +200,7 @@ class Check:
     """The advice for SCAFFOLD against a full sweep over K and step-sizes."""
 
     best: Trial  # SCAFFOLD's best cell
-    fedavg: Trial  # FedAvg's
+    fedavg: Trial  # FedAvg's best cell
     advised: float  # rounds with the advised K, eta_l and eta_g
     beats: bool  # whether SCAFFOLD beats FedAvg
     as_predicted: bool
@@ -202,16 +208,16 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """How many times the rounds of the best cell the advised setting needs."""
+        """The rounds of the advised settings over those of the best cell."""
         return self.advised / self.best.rounds
 
     @property
     def cells(self) -> int:
-        """The combinations of K and eta_l that were run of SCAFFOLD."""
+        """The number of combinations of K and eta_l that were run for SCAFFOLD."""
         return len(self.best.tried) // len(self.seeds)
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the curves as plain values, for JSON."""
+        """Everything but the curves as plain values, for JSON."""
         plain = {"advised": self.advised, "ratio": self.ratio, "cells": self.cells, "seeds": self.seeds}
         plain |= {"beats": self.beats, "as_predicted": self.as_predicted}
         for name, trial in (("scaffold", self.best), ("fedavg", self.fedavg)):
@@ -220,7 +226,7 @@ class Check:
 
 
 def check(contest: Contest, advised: Trial, beats: bool, steps: Sequence[int]) -> Check:
-    """Run the full sweep that the advice is to save: SCAFFOLD and FedAvg, every K, tuned for each."""
+    """Run the full sweep that the advice replaces: SCAFFOLD and FedAvg, with eta_l tuned for every K."""
     best: dict[str, Trial] = {}
     for name in ("scaffold", "fedavg"):
         over_K = [contest.tune(name, K, advised.eta_l) for K in steps]
@@ -231,12 +237,12 @@ def check(contest: Contest, advised: Trial, beats: bool, steps: Sequence[int]) -
     return Check(best["scaffold"], best["fedavg"], own.rounds, measured, measured == beats, contest.seeds)
 
 
-def to_what_all_reached(found: dict[str, Trial]) -> dict[str, Trial]:
-    """With the trips that each needed to the lowest loss that all of them reached."""
-    goal = max((trial.value for trial in found.values() if math.isfinite(trial.value)), default=math.inf)
+def to_common_loss(found: dict[str, Trial]) -> dict[str, Trial]:
+    """The trials, with the lowest loss that all of them reached as the target."""
+    target = max((trial.value for trial in found.values() if math.isfinite(trial.value)), default=math.inf)
 
-    def messages(trial: Trial) -> float:
-        there = np.flatnonzero(trial.curve <= goal)
-        return float(there[0] + 1) if there.size and math.isfinite(trial.value) else math.inf
+    def needed(trial: Trial) -> float:
+        met = np.flatnonzero(trial.curve <= target)
+        return float(met[0] + 1) if met.size and math.isfinite(trial.value) else math.inf
 
-    return {name: replace(trial, messages=messages(trial)) for name, trial in found.items()}
+    return {name: replace(trial, to_target=needed(trial)) for name, trial in found.items()}

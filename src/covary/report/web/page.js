@@ -1,15 +1,15 @@
 "use strict";
-// Plots that can be zoomed, read off and thinned out, by mouse, touch or keys; tables that sort; light and dark.
+// Plots with zoom, values and hidden lines, by mouse, touch or keyboard; sortable tables; a light and a dark theme.
 
 let data = JSON.parse(document.getElementById("data").textContent);
-const KEPT = `covary ${location.pathname}`; // what the reader chose is kept for this page alone
+const KEPT = `covary ${location.pathname}`; // the reader's choices are saved per page
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 const saved = recall();
 const view = {
   x: saved.x || "round",
   logX: saved.logX ?? data.log_x,
   hidden: new Set(saved.hidden || []),
-  range: null, // of x, the same for all plots
+  range: null, // of x, shared by all plots
 };
 
 function recall() {
@@ -18,7 +18,7 @@ function recall() {
 
 function remember() {
   const kept = { x: view.x, logX: view.logX, hidden: [...view.hidden] };
-  try { sessionStorage.setItem(KEPT, JSON.stringify(kept)); } catch { /* a page opened from a file may not store */ }
+  try { sessionStorage.setItem(KEPT, JSON.stringify(kept)); } catch { /* a page opened from a file has no storage */ }
 }
 
 function element(name, attributes = {}, ...children) {
@@ -38,7 +38,7 @@ function short(value) {
   return size < 1e-3 ? value.toExponential(1).replace(".0e", "e").replace("e-", "e−") : String(+value.toPrecision(4));
 }
 
-// A scale takes values to [0, 1] and back.
+// A scale maps values to [0, 1] and back.
 function scale(low, high, log) {
   const to = log ? Math.log10 : (v) => v, back = log ? (v) => 10 ** v : (v) => v;
   const a = to(low), span = to(high) - a || 1;
@@ -92,7 +92,7 @@ class Plot {
     this.svg.addEventListener("blur", () => this.show(null));
   }
 
-  points(line) { // [x, mean, low, high] of what was measured
+  points(line) { // [x, mean, low, high] of the measured rounds
     const value = line.values[this.metric.key], xs = line[view.x], found = [];
     for (let i = 0; i < xs.length; i++) {
       const x = xs[i], y = value.mean[i];
@@ -112,7 +112,7 @@ class Plot {
     this.shown = this.lines.filter((line) => !view.hidden.has(line.name)).map((line) => ({ line, points: this.points(line) }));
     const xs = this.lines.flatMap((line) => this.points(line).map((p) => p[0]));
     this.whole = [xs.reduce((a, b) => Math.min(a, b), Infinity), xs.reduce((a, b) => Math.max(a, b), -Infinity)];
-    if (!Number.isFinite(this.whole[0])) this.whole = [0, 1]; // nothing was measured by this x
+    if (!Number.isFinite(this.whole[0])) this.whole = [0, 1]; // no values for this x
     if (!(this.whole[0] < this.whole[1])) this.whole = [this.whole[1] / 2, this.whole[1] * 1.5 || 1];
     const range = (view.range || this.whole).map((v) => Math.min(Math.max(v, this.whole[0]), this.whole[1]));
     const [x0, x1] = range[0] < range[1] ? range : this.whole;
@@ -139,7 +139,7 @@ class Plot {
       svg.append(element("line", { class: "grid", x1: box.left, x2: box.right, y1: this.py(t), y2: this.py(t) }),
         element("text", { x: box.left - 6, y: this.py(t) + 4, "text-anchor": "end" }, short(t)));
     }
-    let free = -Infinity; // labels that would touch are left out
+    let free = -Infinity; // leaves out labels that would overlap
     for (const t of ticks(this.x, Math.max(3, Math.round(this.wide / 90)))) {
       const at = this.px(t), text = short(t);
       svg.append(element("line", { class: "grid", x1: at, x2: at, y1: box.top, y2: box.bottom }));
@@ -347,7 +347,7 @@ function copying() {
     };
 }
 
-async function watch() { // while it is served, a new state of the runs is shown as soon as there is one
+async function watch() { // while the report is served, loads every new version
   for (;;) {
     await new Promise((wake) => setTimeout(wake, 1500));
     try {
@@ -355,16 +355,16 @@ async function watch() { // while it is served, a new state of the runs is shown
       if (!answer.ok || (await answer.text()) === data.version) continue;
       const newer = await fetch("/", { cache: "no-store" });
       if (newer.ok) renew(new DOMParser().parseFromString(await newer.text(), "text/html"));
-    } catch { /* the server is away: the page stays as it is until it is back */ }
+    } catch { /* the server does not answer: keep the page and try again */ }
   }
 }
 
-function renew(newer) { // what is new is put in place; what the reader has hidden, zoomed, sorted or opened stays so
+function renew(newer) { // replaces what has changed, and keeps what the reader has hidden, zoomed, sorted or opened
   const told = newer.getElementById("data");
   if (!told) return;
   const drawn = document.getElementById("plots"), focused = plots.findIndex((plot) => plot.svg === document.activeElement);
   const pressed = document.activeElement?.dataset?.line;
-  if (!drawn !== !newer.getElementById("plots")) return location.reload(); // the first curves, or the last
+  if (!drawn !== !newer.getElementById("plots")) return location.reload(); // the first curves have appeared, or the last have gone
   data = JSON.parse(told.textContent);
   document.querySelector(".lead").replaceWith(newer.querySelector(".lead"));
   for (const section of newer.querySelectorAll("main > section:not(#curves)")) {
