@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 
 
 def whole(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
@@ -64,7 +64,7 @@ def _number(name: str, value: Any) -> float:
     if is_traced(value):
         return 1.0
     if hasattr(value, "update") or hasattr(value, "step") or callable(value):
-        raise CovaryError(
+        raise InvalidInput(
             f"{name} must be a number, the step-size of plain SGD; got {type(value).__name__}. covary has no local "
             "optimisers and no schedules. Option II takes (x - y)/(K eta_l) as the mean of the local gradients, which "
             "holds only if every local step is -eta_l times a gradient: with momentum or Adam it would be wrong. "

@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 
-class CovaryError(ValueError):
-    """Invalid input: a parameter, a model or a file that covary rejects, before or during a run."""
+class CovaryError(Exception):
+    """An error that covary raises itself. The message says what is wrong, what is allowed, and how to fix it."""
+
+
+class InvalidInput(CovaryError, ValueError):
+    """A value, a file or a combination of values that covary rejects before work begins."""
+
+
+class Corrupted(CovaryError):
+    """What covary wrote or computed is no longer what it was: a damaged file, or a broken invariant."""
 
 
 class DivergenceWarning(UserWarning):
     """A run diverged: its values became NaN or infinite. It stops and returns its history so far."""
 
 
-def refused(parameter: str, allowed: str, came: Any, fix: str) -> CovaryError:
+def refused(parameter: str, allowed: str, came: Any, fix: str) -> InvalidInput:
     """The error for an invalid parameter. All such messages have this form.
 
     >>> print(refused("clients_per_round", "between 1 and 7", 9, "Sample at most all 7 clients."))
     clients_per_round must be between 1 and 7; got 9. Sample at most all 7 clients.
     """
-    return CovaryError(f"{parameter} must be {allowed}; got {came}. {fix}")
+    return InvalidInput(f"{parameter} must be {allowed}; got {came}. {fix}")

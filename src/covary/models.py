@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary.checks import whole
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _fits(n_features: int, n_classes: int) -> Callable[[Any], None]:
         wrong = np.flatnonzero((y < 0) | (y >= n_classes))
         if wrong.size:
             larger = f" or build the model with n_classes={int(y.max()) + 1}" if y.min() >= 0 else ""
-            raise CovaryError(
+            raise InvalidInput(
                 f"y must be labels from 0 to {n_classes - 1}; got {y[wrong[0]]} in row {wrong[0]} ({wrong.size} such "
                 f"rows). Renumber the labels from 0{larger}."
             )

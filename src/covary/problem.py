@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
-from covary.errors import CovaryError, refused
+from covary.errors import CovaryError, InvalidInput, refused
 from covary.runs import machine
 
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
@@ -77,18 +77,18 @@ class Problem:
         once, twice, _ = self._loss_of_few
         near = self._near
         if not np.isfinite([once, twice]).all():
-            raise CovaryError(
+            raise InvalidInput(
                 f"loss(params, batch) is {once} at the starting point. Check the scale of the data, init, and the loss "
                 "for divisions by zero and logarithms of zero."
             )
         if abs(once - twice) > near:
-            raise CovaryError(
+            raise InvalidInput(
                 "loss(params, batch) must be the mean over the batch, but repeating the same examples changes it from "
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
                 "data have the same scale."
             )
         if one_by_one and self.mixes_examples:
-            raise CovaryError(
+            raise InvalidInput(
                 "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in size "
                 "or data is streamed. On the first examples it is not. Make each example's loss independent of the "
                 "others (BatchNorm is not), or give every client the same number of examples in memory."
@@ -274,7 +274,7 @@ def _checked_test(test: Any, examples: Any) -> Any:
             )
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             row = int(np.flatnonzero(~np.isfinite(leaf.reshape(len(leaf), -1)).all(axis=1))[0])
-            raise CovaryError(f"test has NaN or infinity, first in row {row}. Drop or impute such values.")
+            raise InvalidInput(f"test has NaN or infinity, first in row {row}. Drop or impute such values.")
     return test
 
 

@@ -20,7 +20,7 @@ from covary._engine.simulation import Simulation
 from covary._engine.streamed import Streamed
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
-from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.errors import DivergenceWarning, InvalidInput, refused
 from covary.problem import Problem
 from covary.runs.files import held
 from covary.targets import Target, direction_of
@@ -166,7 +166,7 @@ def simulate(
 def _refuse_engine_options(problem: Problem, **given: Any) -> None:
     """Refuse what has no meaning for the plain server."""
     if isinstance(problem, Problem) and problem.data.streamed:
-        raise CovaryError("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
+        raise InvalidInput("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
     for name, value in given.items():
         if value is not None:
             fix = "debug=True runs plain Python on one core, in memory and without checkpoints."

@@ -16,7 +16,7 @@ from covary._engine.members import Members, grouped
 from covary._engine.prepare import prepare
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.problem import Problem
 from covary.targets import direction_of, target_of
 from covary.trackers import Tracker
@@ -139,18 +139,18 @@ def sweep(
     """
     points, algorithms = _points(factory, grid)
     if isinstance(log, Tracker):
-        raise CovaryError("A tracker follows one run, and a sweep is many. Log sweep.table when it is done.")
+        raise InvalidInput("A tracker follows one run, and a sweep is many. Log sweep.table when it is done.")
     if np.ndim(seeds) != 1 or np.asarray(seeds).dtype.kind not in "iu":
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
     seeds = [whole("seed", int(seed), 0, most=2**32 - 1) for seed in seeds]
     if not seeds or len(set(seeds)) < len(seeds):
         raise refused("seeds", "a list of different whole numbers", seeds, "Try seeds=[0, 1, 2].")
     if flag("race", race) and target is None:
-        raise CovaryError(
+        raise InvalidInput(
             "race=True needs a target: the race is for the fewest rounds to it. Try target=('loss', 0.1)."
         )
     if isinstance(problem, Problem) and problem.data.streamed:
-        raise CovaryError(
+        raise InvalidInput(
             "A sweep runs all members on data in memory, and this data set is streamed from its folder. Sweep over a "
             "sample of the clients that fits (FederatedData.from_clients), or call simulate for each member."
         )

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from covary.checks import path
-from covary.errors import CovaryError, refused
+from covary.errors import CovaryError, InvalidInput, refused
 
 
 class TrackerWarning(UserWarning):
@@ -38,7 +38,7 @@ class Tracker:
 
     def __call__(self, round: int, metrics: Mapping[str, float]) -> None:
         if not self._open:
-            raise CovaryError("This tracker is closed. Train inside its `with` block, or open another one.")
+            raise InvalidInput("This tracker is closed. Train inside its `with` block, or open another one.")
         if round <= self._round:
             fix = "A tracker takes the rounds of one run. Open another one for the next run."
             raise refused("round", f"above {self._round}, the last round sent", round, fix)
@@ -133,7 +133,7 @@ def mlflow(
             client = MlflowClient(tracking_uri=uri)
         except MlflowException as error:
             local = "A local store is uri='sqlite:///FILE' and needs pip install 'covary[mlflow]'."
-            raise CovaryError(f"MLflow cannot open its store. {local} MLflow says: {error}") from None
+            raise InvalidInput(f"MLflow cannot open its store. {local} MLflow says: {error}") from None
         found = client.get_experiment_by_name(experiment)
         within = client.create_experiment(experiment) if found is None else found.experiment_id
         run = client.create_run(within, run_name=name).info.run_id
@@ -180,7 +180,7 @@ def wandb(project: str = "covary", params: Mapping[str, Any] | None = None, **op
     """
     settings = _settings(params)
     if "config" in options:
-        raise CovaryError("trackers.wandb has no config. Pass params instead.")
+        raise InvalidInput("trackers.wandb has no config. Pass params instead.")
     with _opening("wandb", 'Run `wandb login`, or keep the run on this machine: mode="offline" or WANDB_MODE=offline.'):
         import wandb as package
 
@@ -207,11 +207,11 @@ def _opening(extra: str, fix: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise CovaryError(f"trackers.{extra} needs a package: pip install 'covary[{extra}]' ({error}).") from error
+        raise InvalidInput(f"trackers.{extra} needs a package: pip install 'covary[{extra}]' ({error}).") from error
     except CovaryError:
         raise
     except Exception as error:
-        raise CovaryError(f"trackers.{extra} cannot start a run: {_first_line(error)}. {fix}") from error
+        raise InvalidInput(f"trackers.{extra} cannot start a run: {_first_line(error)}. {fix}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from covary.checks import flag, whole
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.targets import target_of
 
 
@@ -27,7 +27,7 @@ class Training:
 
     >>> Training(rounds=10, local_steps=5, clients_per_round=0)
     Traceback (most recent call last):
-    covary.errors.CovaryError: clients_per_round must be a number of clients of at least 1, a fraction in (0, 1), or
+    covary.errors.InvalidInput: clients_per_round must be a number of clients of at least 1, a fraction in (0, 1), or
     None for all; got 0. Try 0.2, as in the paper.
     """
 
@@ -59,7 +59,7 @@ class Training:
         check_clients_per_round(self.clients_per_round)
         check_batch_size(self.batch_size)
         if self.local_steps is not None and self.local_epochs is not None:
-            raise CovaryError(
+            raise InvalidInput(
                 f"local_steps={self.local_steps} and local_epochs={self.local_epochs} exclude each other: one fixes K, "
                 "the other the passes over the local data. Give one of them."
             )

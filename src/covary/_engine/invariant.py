@@ -13,12 +13,12 @@ from covary._engine.cohort import real_share, share, total
 from covary._engine.devices import AXIS, agreed
 from covary._engine.program import Program, State, World
 from covary.algorithm import Algorithm
-from covary.errors import CovaryError
+from covary.errors import Corrupted
 
 BLOCK = 1024  # clients read at a time when all are read
 
 
-class BrokenInvariant(CovaryError):
+class BrokenInvariant(Corrupted):
     """c is no longer the mean of c_i."""
 
 

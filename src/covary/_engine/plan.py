@@ -10,7 +10,7 @@ import numpy as np
 
 from covary.algorithm import Algorithm
 from covary.checks import whole
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.training import LocalWork, Training, check_batch_size, check_clients_per_round
 
 
@@ -79,7 +79,7 @@ def plan_rounds(training: Training, algorithm: Algorithm, sizes: np.ndarray) -> 
     if algorithm.lockstep and (S < N or local.steps is None):
         steps = layout.steps
         came = f"{S} of {N} clients a round" if S < N else f"from {steps.min()} to {steps.max()} steps a client"
-        raise CovaryError(
+        raise InvalidInput(
             f"{algorithm.name} needs every client in every round, all with the same number of local steps; got {came}. "
             f"Use clients_per_round={N} and local_steps, or scaffold, which needs neither."
         )
@@ -114,13 +114,13 @@ def batches_of(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, 
     if isinstance(batch_size, float | np.floating):
         parts = math.ceil(min(1 / batch_size, 2**31) - 1e-9)  # 0.2 of the local data: 5 steps an epoch
         if parts > sizes[smallest]:
-            raise CovaryError(
+            raise InvalidInput(
                 f"batch_size={batch_size} cuts each client's data into {parts} batches, but client {smallest} has only "
                 f"{sizes[smallest]} examples. Use a fraction of at least {1 / sizes[smallest]:.3g}, or a whole number."
             )
         return "parts", -(-sizes // parts), np.full_like(sizes, parts)
     if batch_size > sizes[smallest]:
-        raise CovaryError(
+        raise InvalidInput(
             f"batch_size={batch_size} is larger than the data of client {smallest}, which has {sizes[smallest]} "
             f"examples. Use at most {sizes[smallest]}, a fraction such as 0.2 of each client's data, or None for all."
         )

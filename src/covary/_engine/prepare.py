@@ -21,7 +21,7 @@ from covary._engine.program import NEVER, Accounts, Control, Program, Roster, St
 from covary._engine.store import OWNER
 from covary.algorithm import Algorithm
 from covary.data.federated import StreamedData
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.problem import Problem
 from covary.runs import machine
 from covary.targets import Target, target_of
@@ -143,13 +143,13 @@ def _refuse_numbers_beyond(algorithm: Algorithm, dtype: np.dtype[Any]) -> None:
 
 def _warm_start_cohorts(algorithm: Algorithm, plan: Plan, rounds: int) -> list[np.ndarray]:
     if algorithm.warm_start is None:
-        raise CovaryError(
+        raise InvalidInput(
             f"warm_start=True needs control variates to set, and {algorithm.name} has none that a gradient can set. "
             "Use warm_start=False, or scaffold."
         )
     cohorts = np.split(np.arange(plan.n_clients), range(plan.cohort, plan.n_clients, plan.cohort))
     if rounds <= len(cohorts):
-        raise CovaryError(
+        raise InvalidInput(
             f"rounds={rounds} leaves no round to train in: the warm start visits {plan.n_clients} clients, "
             f"{plan.cohort} at a time, which takes {len(cohorts)} rounds. Use more rounds or warm_start=False."
         )

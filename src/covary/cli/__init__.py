@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from covary.cli import bench, compare, data, deploy, diagnose, report, reproduce, train
-from covary.errors import CovaryError
+from covary.errors import Corrupted, CovaryError
 from covary.runs import machine
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -46,7 +46,7 @@ def covary(
 
 
 def main() -> None:
-    """Entry point: a covary error prints one line and exits with code 2, without a traceback.
+    """Entry point: a covary error prints one line, without a traceback. The exit code is 4 for what is damaged, else 2.
 
     Warnings and log lines of libraries are hidden unless Python was started with -W.
     """
@@ -59,4 +59,4 @@ def main() -> None:
     except CovaryError as error:
         Console(stderr=True, highlight=False).print("[red]Error:[/red]", end=" ")
         Console(stderr=True, highlight=False).print(str(error), markup=False, soft_wrap=True)
-        raise SystemExit(2) from None
+        raise SystemExit(4 if isinstance(error, Corrupted) else 2) from None

@@ -16,7 +16,7 @@ from covary.algorithms import ALGORITHMS
 from covary.checks import whole
 from covary.cli.problems import Divided
 from covary.cli.terminal import Terminal, open_in_browser
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.runs import machine
 from covary.runs.folder import RunFolder
 
@@ -89,9 +89,9 @@ def run_folder(
     new folder is removed again.
     """
     if resume and checkpoint is None:
-        raise CovaryError("--resume needs --checkpoint DIR, the run folder to resume.")
+        raise InvalidInput("--resume needs --checkpoint DIR, the run folder to resume.")
     if resume and checkpoint is not None and not RunFolder(checkpoint).started:
-        raise CovaryError(f"{checkpoint} holds no run to resume. Leave out --resume to start one there.")
+        raise InvalidInput(f"{checkpoint} holds no run to resume. Leave out --resume to start one there.")
     folder = RunFolder.create(name, out) if checkpoint is None else RunFolder.open(checkpoint)
     try:
         folder.settle(settings_of(context))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from covary.cli.common import Json, Quiet
 from covary.cli.terminal import Terminal
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 
 
 def new_app(
@@ -108,4 +108,4 @@ def _refuse_without_flower() -> None:
     try:
         import covary.flower as _  # noqa: F401
     except ImportError as error:
-        raise CovaryError(f"{error}.") from None
+        raise InvalidInput(f"{error}.") from None

@@ -10,7 +10,7 @@ import typer
 
 from covary.cli import common, problems
 from covary.cli.terminal import Terminal
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def diagnose(
     terminal = Terminal(as_json, quiet)
     aim = _target(target, target_loss)
     if check and aim is None:
-        raise CovaryError("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
+        raise InvalidInput("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
     RunFolder.refuse_unwritable(out)
     of = problems.divided(context, alpha, seed)
     problem = of.problem(hidden)
@@ -137,7 +137,7 @@ def _show(terminal: Terminal, found: Diagnosis, checked: Check | None, title: st
 
 def _target(target: float | None, target_loss: float | None) -> tuple[str, float] | None:
     if target is not None and target_loss is not None:
-        raise CovaryError("--target and --target-loss are two targets. Give one of them.")
+        raise InvalidInput("--target and --target-loss are two targets. Give one of them.")
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.9.")
     return ("accuracy", target) if target is not None else ("loss", target_loss) if target_loss is not None else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 
 if TYPE_CHECKING:
     from covary.data.federated import FederatedData
@@ -90,23 +90,23 @@ def divided(context: typer.Context, alpha: float | None = None, seed: int = 0) -
     dataset, root, clients, similarity = (context.params[n] for n in ("dataset", "root", "clients", "similarity"))
     columns = {name: context.params[name] or None for name in ("client_column", "label", "test", "ignore")}
     if similarity is not None and alpha is not None:
-        raise CovaryError("--similarity and --alpha are two ways to divide the data. Give one of them.")
+        raise InvalidInput("--similarity and --alpha are two ways to divide the data. Give one of them.")
     named = columns["client_column"] or columns["label"]
     if dataset not in NAMES and (Path(dataset).suffix or Path(dataset).exists() or named):
         if (root, clients, similarity, alpha) != (None, None, None, None):
-            raise CovaryError(
+            raise InvalidInput(
                 "The clients of a CSV file come from its client column. Leave out --root, --clients, --similarity and "
                 "--alpha."
             )
         return _table(dataset, **columns)
     if any(columns.values()):
-        raise CovaryError(
+        raise InvalidInput(
             f"--client-column, --label, --test and --ignore need a CSV file, but the data set is {dataset}. Name the "
             "file: covary run --data FILE.csv."
         )
     if dataset == "heart-disease":
         if (clients, similarity, alpha) != (None, None, None):
-            raise CovaryError(
+            raise InvalidInput(
                 "The clients of heart-disease are its hospitals. Leave out --clients, --similarity and --alpha."
             )
         train, tested = datasets.heart_disease(root or "fed-heart-disease.npz")
@@ -141,7 +141,7 @@ def _table(
     from covary.data import datasets, partition
 
     if Path(dataset).exists() and (client_column is None or label is None):
-        raise CovaryError(
+        raise InvalidInput(
             f"{dataset} is a CSV file. Name its client column and its label column, for example "
             "--client-column hospital --label outcome."
         )

@@ -10,7 +10,7 @@ import typer
 from covary.checks import whole
 from covary.cli.common import REPORT, Json, Open, Quiet
 from covary.cli.terminal import Terminal, open_in_browser
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.runs.files import replace
 
 
@@ -44,7 +44,7 @@ def report(
     whole("--port", port, 0, most=65535)
     if serve:
         if out is not None:
-            raise CovaryError("--serve writes no file. Leave out --out or --serve.")
+            raise InvalidInput("--serve writes no file. Leave out --out or --serve.")
         with server(runs, port, target) as serving:
             address = f"http://127.0.0.1:{serving.server_port}/"
             terminal.show(f"Serving {address} until Ctrl-C. Only this machine can reach it.")
@@ -65,7 +65,7 @@ def report(
     try:
         replace(path, text.encode())
     except OSError as error:
-        raise CovaryError(f"{path} cannot be written ({error.strerror}). Choose another place with --out.") from None
+        raise InvalidInput(f"{path} cannot be written ({error.strerror}). Choose another place with --out.") from None
     terminal.written("Report", path)
     terminal.answer({"report": str(path)})
     if show:

@@ -17,7 +17,7 @@ from covary.checks import whole
 from covary.cli import common, problems
 from covary.cli.common import factory_of
 from covary.cli.terminal import Bar, Lines, Terminal, best_text, metrics_text
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _build(name: str, given: dict[str, Any]) -> Any:
     for key in given:
         if key not in parameters:
             own = ", ".join("--" + p.replace("_", "-") for p in parameters)
-            raise CovaryError(f"--{key.replace('_', '-')} is not an option of {name}. Its options are {own}.")
+            raise InvalidInput(f"--{key.replace('_', '-')} is not an option of {name}. Its options are {own}.")
     return factory(**given)
 
 

@@ -15,7 +15,7 @@ from covary.checks import flag
 from covary.checks import path as checked_path
 from covary.data.idx import Official, read_pair
 from covary.data.table import Table, table
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 
 __all__ = ["Table", "digits", "emnist", "emnist_cut", "fashion_mnist", "heart_disease", "table"]
 
@@ -54,7 +54,7 @@ def emnist(root: str | Path, split: str = "byclass", paper_white: bool = False) 
     >>> import covary as cv
     >>> cv.datasets.emnist("/no/such/folder", "mnist")
     Traceback (most recent call last):
-    covary.errors.CovaryError: /no/such/folder/emnist-mnist-train-images-idx3-ubyte.gz is missing. Fetch it with:
+    covary.errors.InvalidInput: /no/such/folder/emnist-mnist-train-images-idx3-ubyte.gz is missing. Fetch it with:
     covary data emnist --root /no/such/folder --split mnist
 
     Reference: Cohen, Afshar, Tapson and van Schaik 2017.
@@ -70,7 +70,7 @@ def emnist_cut(root: str | Path, paper_white: bool = False) -> tuple[Labelled, L
     >>> import covary as cv
     >>> cv.datasets.emnist_cut("/no/such/folder")
     Traceback (most recent call last):
-    covary.errors.CovaryError: /no/such/folder/emnist-byclass-test-images-idx3-ubyte.gz is missing. Fetch it with:
+    covary.errors.InvalidInput: /no/such/folder/emnist-byclass-test-images-idx3-ubyte.gz is missing. Fetch it with:
     covary data emnist --root /no/such/folder --split byclass
     """
     x, y = _emnist_part(root, "byclass", "test", paper_white)
@@ -88,7 +88,7 @@ def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[Labelled, Labelled]
     >>> import covary as cv
     >>> cv.datasets.fashion_mnist("/no/such/folder")
     Traceback (most recent call last):
-    covary.errors.CovaryError: /no/such/folder/train-images-idx3-ubyte.gz is missing. On Debian:
+    covary.errors.InvalidInput: /no/such/folder/train-images-idx3-ubyte.gz is missing. On Debian:
     apt-get install dataset-fashion-mnist. Elsewhere put the four official files into one folder and pass it as root.
 
     Reference: Xiao, Rasul and Vollgraf 2017.
@@ -117,7 +117,7 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     >>> import covary as cv
     >>> cv.datasets.heart_disease("no-such-file.npz")
     Traceback (most recent call last):
-    covary.errors.CovaryError: no-such-file.npz is missing. Pass the .npz file of the four hospitals,
+    covary.errors.InvalidInput: no-such-file.npz is missing. Pass the .npz file of the four hospitals,
     with X, y and site.
 
     Reference: Janosi, Steinbrunn, Pfisterer and Detrano 1988, UCI Machine Learning Repository (CC BY 4.0).
@@ -125,13 +125,13 @@ def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.nd
     fix = "Pass the .npz file of the four hospitals, with X, y and site."
     path = checked_path("path", path)
     if not path.is_file():
-        raise CovaryError(f"{path} is {'a folder' if path.is_dir() else 'missing'}. {fix}")
+        raise InvalidInput(f"{path} is {'a folder' if path.is_dir() else 'missing'}. {fix}")
     try:
         x, y, site = _arrays(path, "X", "y", "site")
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise CovaryError(f"{path} cannot be read ({error}). {fix}") from None
+        raise InvalidInput(f"{path} cannot be read ({error}). {fix}") from None
     if x.ndim != 2 or x.dtype.kind != "f" or y.shape != site.shape or len(x) != len(y) or len(y) == 0:
-        raise CovaryError(f"{path} has X of {x.dtype} {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
+        raise InvalidInput(f"{path} has X of {x.dtype} {x.shape}, y of {y.shape} and site of {site.shape}. {fix}")
     rng = np.random.default_rng(0)
     shuffled = rng.permutation(len(y))
     test = np.concatenate([rows[: len(rows) // 5] for s in np.unique(site) for rows in [shuffled[site[shuffled] == s]]])

@@ -13,7 +13,7 @@ import numpy as np
 
 from covary.checks import path as checked_path
 from covary.data.folder import read_folder, write_folder
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.runs.machine import device_memory
 from covary.runs.rowfile import RowFile
 
@@ -55,7 +55,7 @@ class FederatedData:
             raise refused("sizes", "a list of whole numbers, one per client", sizes, "Count each client's examples.")
         empty = np.flatnonzero(self.sizes < 1)
         if empty.size:
-            raise CovaryError(
+            raise InvalidInput(
                 f"Client {empty[0]} has no examples (sizes[{empty[0]}] = {self.sizes[empty[0]]}). Give every client "
                 "at least one, or remove the client."
             )
@@ -212,7 +212,7 @@ class FederatedData:
             return
         row = int(np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))[0])
         client = int(np.searchsorted(self.offsets, row, side="right") - 1)
-        raise CovaryError(
+        raise InvalidInput(
             f"examples{name} has NaN or infinity, first in row {row} (example {row - self.offsets[client]} of client "
             f"{client}). Drop or impute such values before training."
         )

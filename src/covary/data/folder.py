@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary.errors import CovaryError, refused
+from covary.errors import CovaryError, InvalidInput, refused
 from covary.runs.files import content_of
 from covary.runs.machine import host_memory
 
@@ -101,7 +101,7 @@ def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         if isinstance(error, CovaryError):
             raise
-        raise CovaryError(
+        raise InvalidInput(
             f"{folder} is not a covary data set: {error}. Write one with covary.FederatedData.write(folder, clients)."
         ) from None
     return examples, sizes

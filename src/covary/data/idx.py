@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 
 MAGIC = {"images": 0x00000803, "labels": 0x00000801}  # unsigned bytes in three dimensions or in one
 LARGEST = 2**31  # bytes of an unpacked file; EMNIST's largest has 547 million
@@ -32,22 +32,23 @@ def read_idx(path: Path, kind: str, fix: str, official: Mapping[str, Official] |
     A file that unpacks to more than its header declares, or to more than `LARGEST` bytes, is an error.
     """
     if not path.is_file():
-        raise CovaryError(f"{path} is missing. {fix}")
+        raise InvalidInput(f"{path} is missing. {fix}")
     if official is not None:
         _check_official(path, fix, official)
     try:
         with gzip.open(path) as file:
             magic, count = struct.unpack(">II", _exactly(file, 8))
             if magic != MAGIC[kind]:
-                raise CovaryError(f"{path} is not a file of {kind}: {_found(magic, kind)}. {fix}")
+                raise InvalidInput(f"{path} is not a file of {kind}: {_found(magic, kind)}. {fix}")
             shape = (count,) if kind == "labels" else (count, *struct.unpack(">II", _exactly(file, 8)))
             if math.prod(shape) > LARGEST:
-                raise CovaryError(f"{path} declares {math.prod(shape):,} bytes; at most {LARGEST:,} are allowed. {fix}")
+                came = f"{math.prod(shape):,} bytes; at most {LARGEST:,} are allowed"
+                raise InvalidInput(f"{path} declares {came}. {fix}")
             data = _exactly(file, math.prod(shape))
             if file.read(1):
-                raise CovaryError(f"{path} is longer than its header declares ({shape}). {fix}")
+                raise InvalidInput(f"{path} is longer than its header declares ({shape}). {fix}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CovaryError(f"{path} is cut short or not a gzip file ({error}). {fix}") from None
+        raise InvalidInput(f"{path} is cut short or not a gzip file ({error}). {fix}") from None
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
@@ -57,7 +58,7 @@ def read_pair(
     """Images of shape (n, height, width) and their n labels."""
     x, y = read_idx(images, "images", fix, official), read_idx(labels, "labels", fix, official)
     if len(x) != len(y):
-        raise CovaryError(
+        raise InvalidInput(
             f"{images} has {len(x)} images but {labels} has {len(y)} labels. The files do not match. {fix}"
         )
     return x, y
@@ -80,7 +81,7 @@ def _check_official(path: Path, fix: str, official: Mapping[str, Official]) -> N
         reason = f"it has {size:,} bytes, the official file has {expected.size:,}"
     else:
         reason = f"its sha256 is {digest}, the official one is {expected.sha256}"
-    raise CovaryError(f"{path} is not the official file: {reason}. {fix}")
+    raise InvalidInput(f"{path} is not the official file: {reason}. {fix}")
 
 
 def _exactly(file: gzip.GzipFile, count: int) -> bytes:

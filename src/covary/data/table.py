@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from covary.checks import path as checked_path
-from covary.errors import CovaryError
+from covary.errors import CovaryError, InvalidInput
 from covary.runs.files import content_of
 
 LARGEST = 2**30  # bytes of a file
@@ -54,7 +54,7 @@ class Sheet:
         return [row[at] for row in self.rows]
 
     def wrong(self, name: str, row: int, what: str) -> CovaryError:
-        return CovaryError(f"{self.path}, column {name}, row {self.numbers[row]}: {what}")
+        return InvalidInput(f"{self.path}, column {name}, row {self.numbers[row]}: {what}")
 
 
 def table(
@@ -92,14 +92,14 @@ def table(
         _refuse_unknown(sheet, name)
     for name in (client_column, label):
         if [client_column, label, *ignore].count(name) > 1:
-            raise CovaryError(
+            raise InvalidInput(
                 f"Column {name} is named twice. A column is the client column, the label or ignored: choose one."
             )
     held_out = None if test is None else _read(checked_path("test", test))
     features = [name for name in sheet.header if name not in (client_column, label, UNNAMED, *ignore)]
     if held_out is not None:
         if held_out.path.samefile(sheet.path):
-            raise CovaryError(f"{sheet.path} is both the training and the test file. Pass another test file, or none.")
+            raise InvalidInput(f"{sheet.path} is both the training and the test file. Pass another test file, or none.")
         for name in (label, *features):
             _refuse_unknown(held_out, name, ", which the training file has")
 
@@ -116,7 +116,7 @@ def table(
         notes += done
     if not columns:
         why = f" ({'; '.join(notes[-5:])})" if features else ""
-        raise CovaryError(
+        raise InvalidInput(
             f"{sheet.path} has no usable feature column besides {client_column} and {label}{why}. Add one."
         )
     x = np.stack([values for _, values, _ in columns], axis=1).astype(np.float32)
@@ -134,9 +134,9 @@ def table(
 def _read(path: Path) -> Sheet:
     if not path.is_file():
         what = "a folder" if path.is_dir() else "not a regular file" if path.exists() else "missing"
-        raise CovaryError(f"{path} is {what}. Pass a CSV file.")
+        raise InvalidInput(f"{path} is {what}. Pass a CSV file.")
     if path.stat().st_size > LARGEST:
-        raise CovaryError(
+        raise InvalidInput(
             f"{path} has {path.stat().st_size:,} bytes; a table may have at most {LARGEST:,}. Stream larger data from "
             "a folder: FederatedData.write in Python."
         )
@@ -145,12 +145,12 @@ def _read(path: Path) -> Sheet:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         row = content[: error.start].count(b"\n") + 1
-        raise CovaryError(
+        raise InvalidInput(
             f"{path}, row {row}: the text is not UTF-8. Save the file as UTF-8 (in Excel: CSV UTF-8)."
         ) from None
     if "\0" in text:
         row = text[: text.index("\0")].count("\n") + 1
-        raise CovaryError(f"{path}, row {row}: this is not text. Pass a CSV file; a spreadsheet program can save one.")
+        raise InvalidInput(f"{path}, row {row}: this is not text. Pass a CSV file; a spreadsheet program can save one.")
     first = text.split("\n", 1)[0].strip(" \r")
     announced = re.fullmatch(r'"?sep=(.)"?', first)  # a line for Excel
     bare = re.sub(r'"[^"]*"', "", first)
@@ -167,21 +167,21 @@ def _read(path: Path) -> Sheet:
                 numbers.append(at)
             at = reader.line_num + 1
     except csv.Error as error:
-        raise CovaryError(f"{path}, row {at}: {error}. Look for an unclosed quotation mark.") from None
+        raise InvalidInput(f"{path}, row {at}: {error}. Look for an unclosed quotation mark.") from None
     if len(rows) < 2:
-        raise CovaryError(f"{path} has no rows. It needs a header, and one row per example below it.")
+        raise InvalidInput(f"{path} has no rows. It needs a header, and one row per example below it.")
     header, notes = rows[0], []
     if not header[0] and len(header) > 1:
         header = [UNNAMED, *header[1:]]
         notes.append("the first column has no name: ignored as an index")
     for at, name in enumerate(header):
         if not name:
-            raise CovaryError(f"{path}: column {at + 1} of the header has no name. Name it, or remove the column.")
+            raise InvalidInput(f"{path}: column {at + 1} of the header has no name. Name it, or remove the column.")
         if header.index(name) < at:
-            raise CovaryError(f"{path}: two columns are named {name}. Rename one.")
+            raise InvalidInput(f"{path}: two columns are named {name}. Rename one.")
     for row, number in zip(rows, numbers, strict=True):
         if len(row) != len(header):
-            raise CovaryError(
+            raise InvalidInput(
                 f"{path}, row {number}: {len(row)} cells, but the header has {len(header)}. Look for a missing or "
                 f"extra {'tab' if delimiter == chr(9) else repr(delimiter)}, and put texts that contain one in quotes."
             )
@@ -192,7 +192,7 @@ def _refuse_unknown(sheet: Sheet, name: str, why: str = "") -> None:
     if name not in sheet.header:
         near = difflib.get_close_matches(str(name), sheet.header, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Its columns are {_some(sheet.header)}."
-        raise CovaryError(f"{sheet.path} has no column {name}{why}. {fix}")
+        raise InvalidInput(f"{sheet.path} has no column {name}{why}. {fix}")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -242,13 +242,13 @@ def _labels(sheet: Sheet, name: str) -> tuple[list[str], np.ndarray]:
     numbers = {kind: _number(sheet, kind) for kind in kinds}
     fractions = sum(value is not None and math.isfinite(value) and value % 1 != 0 for value in numbers.values())
     if len(kinds) > MOST_LABELS or fractions > 10:
-        raise CovaryError(
+        raise InvalidInput(
             f"{sheet.path}, column {name}: {len(kinds)} different values look like measurements, not classes. covary's "
             "built-in models classify. Make classes of the values (for example above and below a threshold), or use "
             "your own model in Python."
         )
     if len(kinds) == 1:
-        raise CovaryError(
+        raise InvalidInput(
             f"{sheet.path}, column {name}: every row is {cells[0]!r}. Training needs at least two classes."
         )
     if all(value is not None for value in numbers.values()):
@@ -278,7 +278,7 @@ def _held_out_rows(path: Path, owner: np.ndarray, y: np.ndarray) -> np.ndarray:
         chosen[rows[: len(rows) // FRACTION]] = True
     chosen &= np.isin(y, y[~chosen])
     if not chosen.any():
-        raise CovaryError(
+        raise InvalidInput(
             f"{path}: no row can be held out for testing, because no client has {FRACTION} rows or each class occurs "
             "once. Pass a file of test rows: --test FILE.csv."
         )

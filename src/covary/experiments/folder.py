@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 from covary.experiments.common import Case, Cell
 from covary.runs.folder import RunFolder
 
@@ -25,7 +25,7 @@ def saved_cells(folder: RunFolder, header: dict[str, Any], same: Sequence[str]) 
     first, *records = folder.read()
     for key in same:
         if json.loads(json.dumps(header[key])) != first.get(key):
-            raise CovaryError(
+            raise InvalidInput(
                 f"{folder.path} was started with {key} = {first.get(key)}, not {header[key]}. "
                 "Use the same options, or another folder."
             )
@@ -55,6 +55,6 @@ def cell_from(record: dict[str, Any]) -> Cell:
         float(cell.mean_rounds + cell.mean_accuracy + cell.eta_l + cell.seconds)
         return cell
     except (KeyError, TypeError, ValueError) as error:
-        raise CovaryError(
+        raise InvalidInput(
             f"A line of results.jsonl is not a cell of a table ({error!r}). Start again in another folder."
         ) from None

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 from covary.experiments import fig3, plots, table3, table4, table5
 from covary.experiments.common import Budget, Log, Outcome, load_emnist, measure_cells
 from covary.experiments.folder import as_record, cell_from, save_cell, saved_cells
@@ -101,9 +101,9 @@ def outcome(folder: RunFolder) -> Outcome:
     records = folder.read()
     name = records[0].get("experiment")
     if name not in EXPERIMENTS:
-        raise CovaryError(f"{folder.path} holds no experiment of the paper. Pass a run folder of covary reproduce.")
+        raise InvalidInput(f"{folder.path} holds no experiment of the paper. Pass a run folder of covary reproduce.")
     if missing(records):
-        raise CovaryError(
+        raise InvalidInput(
             f"{folder.path} lacks {missing(records)} cells. Finish it: covary reproduce {name} --checkpoint "
             f"{folder.path}"
         )

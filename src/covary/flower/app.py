@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from covary import algorithms
 from covary.algorithm import Algorithm
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.flower.server import serve
 from covary.flower.settings import checked_settings, overridden
 
@@ -67,7 +67,7 @@ def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
         return algorithm
     factory = getattr(algorithms, algorithm.recipe[0].__name__, None)
     if getattr(factory, "__wrapped__", None) is not algorithm.recipe[0]:
-        raise CovaryError(
+        raise InvalidInput(
             f"{', '.join(changed)} cannot be set from the run configuration: the algorithm is your own. Set it in code."
         )
     assert factory is not None

@@ -197,7 +197,7 @@ def check_gate(superlink: str, ca: Path) -> Answer:
 
     >>> check_gate("localhost", Path("ca.crt"))
     Traceback (most recent call last):
-    covary.errors.CovaryError: --superlink must be host:port; got localhost. Try superlink.example.org:443.
+    covary.errors.InvalidInput: --superlink must be host:port; got localhost. Try superlink.example.org:443.
     """
     if not re.fullmatch(r"[^\s/:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}", superlink):
         raise refused("--superlink", "host:port", superlink, "Try superlink.example.org:443.")

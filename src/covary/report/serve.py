@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from covary.errors import CovaryError
+from covary.errors import CovaryError, InvalidInput
 from covary.report.page import page
 
 
@@ -51,7 +51,7 @@ def server(folders: Sequence[Path], port: int = 0, target: float | None = None) 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
-        raise CovaryError(f"Port {port} cannot be used ({error.strerror}). Choose another with --port.") from None
+        raise InvalidInput(f"Port {port} cannot be used ({error.strerror}). Choose another with --port.") from None
 
 
 def version(folders: Sequence[Path]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.errors import CovaryError
+from covary.errors import CovaryError, InvalidInput
 from covary.runs.folder import RunFolder
 from covary.targets import Target, direction_of
 
@@ -99,7 +99,7 @@ def read(path: Path) -> list[Story]:
 
     >>> read(Path("no-such-folder"))
     Traceback (most recent call last):
-    covary.errors.CovaryError: no-such-folder is not a run folder: it has no results.jsonl. Pass a folder that covary
+    covary.errors.InvalidInput: no-such-folder is not a run folder: it has no results.jsonl. Pass a folder that covary
     made, such as one under runs/.
     """
     parts = [] if (path / "results.jsonl").is_file() else sorted(path.glob("*/results.jsonl"))
@@ -108,7 +108,7 @@ def read(path: Path) -> list[Story]:
     folder = RunFolder(path)
     about, settings = folder.about(), folder.settings()
     if not folder.results.is_file() and not about:
-        raise CovaryError(
+        raise InvalidInput(
             f"{path} is not a run folder: it has no results.jsonl. Pass a folder that covary made, such as one under "
             "runs/."
         )
@@ -122,7 +122,7 @@ def read(path: Path) -> list[Story]:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, CovaryError):
             raise
-        raise CovaryError(f"{path} has unexpected contents ({error!r}). Run the command again.") from None
+        raise InvalidInput(f"{path} has unexpected contents ({error!r}). Run the command again.") from None
     facts = {name: about[name] for name in ("started", "covary", "jax", "device") if name in about}
     return [
         Story(

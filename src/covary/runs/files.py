@@ -20,14 +20,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from covary.errors import CovaryError
+from covary.errors import Corrupted, CovaryError
 from covary.runs.machine import host_memory
 
 Content = tuple[dict[str, np.ndarray], dict[str, Any]]
 """Arrays by name, and facts about them as JSON."""
 
 
-class Damaged(CovaryError):
+class Damaged(Corrupted):
     """A file is damaged: its content is not what covary wrote."""
 
 

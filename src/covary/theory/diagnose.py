@@ -13,7 +13,7 @@ import numpy as np
 from covary._engine.plan import batches_of, cohort_size
 from covary.algorithm import Algorithm
 from covary.checks import whole
-from covary.errors import CovaryError, DivergenceWarning, refused
+from covary.errors import DivergenceWarning, InvalidInput, refused
 from covary.problem import Problem
 from covary.simulate import simulate
 from covary.targets import target_of
@@ -174,7 +174,7 @@ def diagnose(
     trials = compete(contest, algorithms, steps, 1 / beta, S)
     best = min(trials.values(), key=contest.order)
     if not math.isfinite(best.value):
-        raise CovaryError(
+        raise InvalidInput(
             "Every run of the trial diverged, even with the smallest step-size tried "
             f"({min(row['eta_l'] for row in best.tried):g}). Scale the features to mean 0 and deviation 1, or start "
             "closer to the optimum."

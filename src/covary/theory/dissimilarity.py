@@ -15,7 +15,7 @@ import numpy as np
 from covary._engine.plan import batches_of
 from covary.algorithm import Algorithm
 from covary.checks import whole
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.problem import Problem
 from covary.runs.machine import device_memory
 from covary.simulate import simulate
@@ -135,7 +135,7 @@ def envelope(
     if not points:
         raise refused("points", "at least one", "none", "Measure some with gradient_dissimilarity.")
     if (beta is None) != (f_star is None):
-        raise CovaryError("The convex form needs beta and f_star, the general form needs neither. Give both or none.")
+        raise InvalidInput("The convex form needs beta and f_star, the general form needs neither. Give both or none.")
     a = np.array([p.mean_square for p in points])
     if beta is None or f_star is None:
         b = np.array([p.norm**2 for p in points])
@@ -173,7 +173,7 @@ def gradient_noise(
     """
     oracle = Oracle.of(problem, weights, seed)
     if not oracle.divisible:
-        raise CovaryError(
+        raise InvalidInput(
             "sigma is defined only if loss(params, batch) is the mean of its examples' own losses; on the first "
             "examples it is not. Make each example's loss independent of the others (BatchNorm is not)."
         )

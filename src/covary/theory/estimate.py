@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def mean_error(values: np.ndarray, weights: np.ndarray, left_out: float) -> floa
 def refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
     bad = ids[~np.isfinite(values)]
     if bad.size:
-        raise CovaryError(
+        raise InvalidInput(
             f"The {what} of client {bad[0]} ({len(bad)} of {len(ids)} clients) is NaN or infinite at this point: the "
             "loss overflows, or it has no such derivative there, like a root or a norm at 0. Measure at another x, "
             "scale the data, or smooth the loss, for example with jnp.sqrt(z + 1e-12)."

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary.checks import whole
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 from covary.problem import Problem
 from covary.runs.machine import device_memory
 from covary.theory.estimate import Estimate, refuse_nan
@@ -256,12 +256,12 @@ def _refuse_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
         changes.append(float(np.linalg.norm(there - here)) / step if step > 0 else 0.0)
     change = max(changes)
     if beta == 0 and change == 0:
-        raise CovaryError(
+        raise InvalidInput(
             "The loss has no curvature at all here: its gradient is constant. Either f has no minimum, or the model "
             "does not depend on its parameters. Check loss and init."
         )
     if change > 10 * beta:
-        raise CovaryError(
+        raise InvalidInput(
             f"loss(params, batch) must be twice differentiable. Its gradient changes by {change:.3g} per unit step, "
             f"but its second derivative is at most {beta:.3g}, so the loss has kinks (a hinge, an absolute value, a "
             "maximum, a rounding), and beta, mu and delta are meaningless. Smooth the loss (softplus, Huber, "

@@ -11,7 +11,7 @@ import numpy as np
 
 from covary._engine.local import loss_at
 from covary.checks import whole
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.problem import Problem
 
 ROWS_AT_ONCE = 1024
@@ -49,12 +49,12 @@ class Oracle:
         if weights not in ("uniform", "examples"):
             raise refused("weights", '"uniform" or "examples"', repr(weights), "The paper's f is the uniform mean.")
         if problem.n_clients < 2:
-            raise CovaryError(
+            raise InvalidInput(
                 "problem must have at least 2 clients; got 1. With one client, G and delta are 0, and every algorithm "
                 "is SGD with K steps per round."
             )
         if problem.data.streamed:
-            raise CovaryError(
+            raise InvalidInput(
                 "The constants are measured on data in memory, but this data set is streamed from its folder. Measure "
                 "a sample of its clients: FederatedData.from_clients([data.client(i) for i in ...])."
             )
@@ -248,7 +248,7 @@ class Oracle:
                 reason = error
             else:
                 return way
-        raise CovaryError(
+        raise InvalidInput(
             "loss(params, batch) must be twice differentiable, because beta, mu and delta are curvatures, but JAX "
             f"cannot differentiate its gradient ({str(reason).splitlines()[0]}). Make custom derivatives (custom_vjp, "
             "callbacks) differentiable."

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 
 SYSLOG = "syslog:server=unix:/dev/log,nohostname,tag=covary_gate"
 UNITS = ("covary-superlink.service", "covary-gate.service", "covary-node.service")
@@ -89,5 +89,5 @@ def write_app(folder: Path, with_torch: bool) -> Path:
         for written, text in texts.items():
             (folder / written).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CovaryError(f"{folder} cannot be written ({error.strerror}). Choose another place.") from None
+        raise InvalidInput(f"{folder} cannot be written ({error.strerror}). Choose another place.") from None
     return folder / package
