@@ -65,6 +65,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "cost")):
         so_far = costs.get(report.nodeid, (0.0, 0.0, 0))
         costs[report.nodeid] = tuple(a + b for a, b in zip(so_far, report.cost, strict=True))
+    if not costs:
+        return
     terminalreporter.section("most expensive")
     terminalreporter.line("seconds  CPU seconds  programs compiled")
     for test, (seconds, cpu, compiled) in sorted(costs.items(), key=lambda item: -item[1][1])[:10]:

@@ -22,7 +22,6 @@ import pytest
 
 import covary as cv
 from covary.cli import main
-from covary.client import client_loop
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,18 +69,9 @@ def client_gradients(problem: cv.Problem) -> list[Any]:
 def plain_server(
     algorithm: cv.Algorithm, grads: list[Any], x: np.ndarray, cohorts: np.ndarray, K: int, equal: bool
 ) -> Any:
-    """Full-batch training with NumPy vectors and Python loops: the algorithm's own functions, no JAX."""
-    N = len(grads)
-    server, clients = algorithm.init_server(x), [algorithm.init_client(x) for _ in range(N)]
-    for cohort in cohorts:
-        for trip in algorithm.trips(K if equal else None):
-            down, ups = trip.broadcast(server), []
-            for i in cohort:
-                up, clients[i], _ = client_loop(trip, down, clients[i], grads[i], [grads[i]] * K)
-                ups.append(up)
-            mean = type(ups[0])(*(np.mean(field, axis=0) for field in zip(*ups, strict=True)))
-            server = trip.aggregate(server, mean, len(cohort) / N)
-    return server, clients
+    """Full batches on the plain server."""
+    clients = [cv.plain.full_batch(grad, K) for grad in grads]
+    return cv.plain.train(algorithm, clients, x, cohorts, K=K if equal else None)
 
 
 HANGS = 1800  # seconds that nothing takes, however busy the machine: a test that waits for as long says for what

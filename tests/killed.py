@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from typer.testing import CliRunner
@@ -39,10 +40,11 @@ def outcome(kind: str, folder: str | None) -> dict[str, np.ndarray]:
 
 def compared(folder: str) -> str:
     """The command as a user gives it, with two cells of its table; all it finds, but for the seconds it took."""
-    digits.SIMILARITIES = (0.0,)
-    digits.CASES = [Case(algorithm, 0.0) for algorithm in ("sgd", "scaffold")]
-    done = CliRunner().invoke(app, ["compare", "--rounds", "10", "--seeds", "2", "--checkpoint", folder])
-    assert done.exit_code == 0, done.output
+    two = {"sgd": cv.sgd, "scaffold": cv.scaffold}
+    cells = [Case(algorithm, 0.0) for algorithm in two]
+    with mock.patch.multiple(digits, ALGORITHMS=two, SIMILARITIES=(0.0,), CASES=cells):
+        done = CliRunner().invoke(app, ["compare", "--rounds", "10", "--seeds", "2", "--checkpoint", folder])
+    assert done.exit_code == 0, (done.output, done.exception)
     lines = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
     picture = (Path(folder) / "curves.png").read_bytes()
     return repr([{k: v for k, v in line.items() if k != "seconds"} for line in lines]) + picture.hex()

@@ -38,9 +38,16 @@ def work(kind, checkpoints, out, scratch, saves=None, pause=0.0):
     What it saves is counted by its names, not by the time, so that a slow machine kills as often as a fast one.
     """
     command = [sys.executable, str(ROOT / "tests" / "killed.py"), kind, str(checkpoints), str(out)]
+    same_programs = {
+        "JAX_ENABLE_X64": "1",
+        "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     told = out.with_suffix(".told")
     with told.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(scratch)})
+        environment = os.environ | same_programs | {"TMPDIR": str(scratch)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     seen = {str(path) for path in checkpoints.rglob("round-*")}
     new = set()
 
@@ -59,23 +66,23 @@ def work(kind, checkpoints, out, scratch, saves=None, pause=0.0):
     return process.returncode == 0
 
 
-def compare(folder):
-    with np.load(folder / "found.npz") as found, np.load(folder / "expected.npz") as expected:
-        same(dict(found), dict(expected))
-
-
 def killed_and_resumed(kind, tmp_path, kills):
-    """Real processes, real SIGKILLs; the undisturbed run is another process with a folder of its own."""
+    """Real processes, real SIGKILLs; the undisturbed run is in this process, with a folder of its own."""
     scratch, chance = tmp_path / "scratch", random.Random(kind)
     scratch.mkdir()
-    assert work(kind, tmp_path / "undisturbed", tmp_path / "expected.npz", scratch)
+    expected = outcome(kind, str(tmp_path / "undisturbed"))
+
+    def is_right():
+        with np.load(tmp_path / "found.npz") as found:
+            same(dict(found), expected)
+
     given = (kind, tmp_path / "checkpoints", tmp_path / "found.npz", scratch)
     for _ in range(kills):
         if work(*given, saves=chance.randint(1, 3), pause=chance.uniform(0.0, 0.05)):  # it came to its end
-            compare(tmp_path)
+            is_right()
             shutil.rmtree(tmp_path / "checkpoints")
     assert work(*given)
-    compare(tmp_path)
+    is_right()
     assert not list((tmp_path / "checkpoints").rglob("*.draft"))
     assert len(list((tmp_path / "checkpoints").rglob("round-*"))) <= 2
     assert not list(scratch.iterdir())

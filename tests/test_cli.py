@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from helpers import HANGS, covary, covary_process, wait_until
 
-from covary.bench import measure
+from covary.bench import measure, torch_rivals
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
@@ -93,6 +93,8 @@ def test_bench_works(run, tmp_path, monkeypatch):
         training = measure._training
         monkeypatch.setattr(measure, "_training", lambda workload, seconds: training(workload, seconds) | {"rounds": 8})
         monkeypatch.setattr(measure, "SWEEP", {"eta_l": [0.01, 0.1]})
+        batched = torch_rivals._products_in_batches
+        monkeypatch.setattr(torch_rivals, "_products_by_processes", lambda w, n: batched(w, n, "cpu"))
         for name in ("W1", "W2"):
             small = replace(getattr(measure, name), batch=10, features=20, hidden=8, classes=4)
             monkeypatch.setattr(measure, name, small)
@@ -111,3 +113,16 @@ def test_bench_refuses_what_it_does_not_have(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
     assert "PARTS must be any of rounds, sweep, cnn, first, growth" in done.stderr
+
+
+def test_help_and_reports_load_no_jax(tmp_path):
+    """They answer at once; what trains brings JAX along when it runs."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"command": "run", "algorithm": "sgd"}')
+    (tmp_path / "run" / "results.jsonl").write_text('{"round": 1, "loss": 0.5}\n')
+    code = (
+        "import sys; from covary.cli import app; app(sys.argv[1:], standalone_mode=False); print('jax' in sys.modules)"
+    )
+    for words in (["run", "--help"], ["report", "run"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.endswith("False\n"), done.stderr

@@ -40,6 +40,22 @@ def test_every_algorithm_is_in_the_table():
     assert {row[0].name for row in TABLE} == set(algorithms.__all__)
 
 
+def test_the_defaults_are_as_documented():
+    defaults = {
+        "sgd": {"eta_g": 1.0},
+        "fedavg": {"eta_g": 1.0},
+        "fedprox": {"mu": 1.0, "eta_g": 1.0},
+        "scaffold": {"eta_g": 1.0},
+        "dane": {"mu": 0.0, "eta": 1.0},
+        "vrl_sgd": {},
+        "feddyn": {"alpha": 0.1},
+        "mime": {"eta_g": 1.0},
+    }
+    for name in algorithms.__all__:
+        assert getattr(cv, name)(0.3).numbers == {"eta_l": 0.3, **defaults[name]}
+    assert cv.scaffold(0.3).recipe == cv.scaffold(0.3, option="II").recipe
+
+
 @pytest.mark.parametrize(("algorithm", "limit"), TABLE, ids=[str(row[0]) for row in TABLE])
 def test_converges_to_where_theory_says(algorithm, limit):
     run = cv.simulate(algorithm, cv.quadratics(A, b), rounds=600, local_steps=K)

@@ -37,8 +37,9 @@ def similar_quadratics(delta, beta=1.0, mu=0.003, d=6, pairs=2, seed=0):
 
 
 @settings(max_examples=5, deadline=None)
-@given(N=st.integers(2, 50), d=st.integers(1, 200), seed=st.integers(0, 1000))
-def test_constants_of_random_quadratics(N, d, seed):
+@given(shape=st.sampled_from([(2, 1), (7, 30), (20, 100)]), seed=st.integers(0, 1000))
+def test_constants_of_random_quadratics(shape, seed):
+    N, d = shape
     rng = np.random.default_rng(seed)
     root = rng.normal(size=(N, d, d)) / np.sqrt(d)
     A, b, x = 0.5 * root @ root.swapaxes(1, 2) + 0.02 * np.eye(d), rng.normal(size=(N, d)), rng.normal(size=d)

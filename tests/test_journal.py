@@ -417,7 +417,7 @@ def test_a_ledger_is_on_the_disk_as_it_is_in_memory():
     assert on_disk(ledger) == facts
     ledger = ledger_of_two()
     facts |= {"job": ledger.job, "fence": ledger.fence, "round": 7, "trip": 1, "cohort": ["a"], "warm": ["b"]}
-    facts |= {"members": {"a": Member(0, 12, 3, "token"), "b": Member(1, 4, 2, "")}, "row": {"loss": 1.0}}
+    facts |= {"members": {"a": (0, 12, 3, "token", 0), "b": (1, 4, 2, "", 0)}, "row": {"loss": 1.0}}
     assert on_disk(ledger) == facts
     ledger.partial = {"drift": 2.0}
     ledger.write()

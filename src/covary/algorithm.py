@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Protocol
 
 from covary.checks import is_traced
 
@@ -19,22 +19,56 @@ Gradient = Callable[[Any], Any]
 """y -> a gradient at y: of one minibatch (`grad`) or over all the client's data (`full_grad`)."""
 
 
+class Broadcast(Protocol):
+    """What the server sends to every client of the cohort, made of its state."""
+
+    def __call__(self, server: Any, /) -> Any: ...
+
+
+class Start(Protocol):
+    """The local state before the first step, made of the server's message and the client's state."""
+
+    def __call__(self, down: Any, client: Any, full_grad: Gradient, /) -> Any: ...
+
+
+class Step(Protocol):
+    """The local state after one more step; `grad` is the gradient of this step's minibatch."""
+
+    def __call__(self, local: Any, down: Any, client: Any, grad: Gradient, /) -> Any: ...
+
+
+class Finish(Protocol):
+    """The upload and the client's new state, after K steps."""
+
+    def __call__(self, local: Any, down: Any, client: Any, full_grad: Gradient, K: Any, /) -> tuple[Any, Any]: ...
+
+
+class Aggregate(Protocol):
+    """The server's new state, from the weighted mean of the uploads and the fraction |S| / N that replied."""
+
+    def __call__(self, server: Any, mean_up: Any, fraction: Any, /) -> Any: ...
+
+
+class Init(Protocol):
+    """A state before the first round, a NamedTuple, from the initial model x."""
+
+    def __call__(self, x: Any, /) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """One trip down to the sampled clients and back up: `broadcast` and the `up` of `finish` are all that is sent.
+    """One message down to the sampled clients and one upload back: all that crosses the wire.
 
-    `down` has a field `x` and `local` a field `y` where the client moves a local model. Without a `step` the clients
-    take no local steps on this trip. `aggregate` sees only the mean of the uploads (weighted, where clients weigh by
-    their examples), which is what makes every algorithm ready for secure aggregation.
+    `down` has a field `x`, and `local` a field `y` where the client moves a local model. Without a `step` the clients
+    take no local steps in this exchange. `aggregate` sees only the mean of the uploads, which makes every algorithm
+    ready for secure aggregation.
     """
 
-    broadcast: Callable[[Any], Any]  # (server) -> down
-    start: Callable[[Any, Any, Gradient], Any]  # (down, client, full_grad) -> local
-    finish: Callable[
-        [Any, Any, Any, Gradient, Any], tuple[Any, Any]
-    ]  # (local, down, client, full_grad, K) -> up, client
-    aggregate: Callable[[Any, Any, Any], Any]  # (server, mean_up, fraction) -> server; fraction of clients that replied
-    step: Callable[[Any, Any, Any, Gradient], Any] | None = None  # (local, down, client, grad) -> local
+    broadcast: Broadcast
+    start: Start
+    finish: Finish
+    aggregate: Aggregate
+    step: Step | None = None
     together: bool = False  # all follow a direction that this round's cohort formed: their weights then sum to one
 
 
@@ -43,8 +77,8 @@ class Algorithm:
     """A federated algorithm as a record of pure functions. Build one with a factory such as `covary.scaffold`."""
 
     name: str
-    init_server: Callable[[Any], Any]  # (x) -> a NamedTuple whose first field is x
-    init_client: Callable[[Any], Any]  # (x) -> a NamedTuple, possibly without fields
+    init_server: Init  # its first field is x
+    init_client: Init  # possibly without fields
     exchanges: tuple[Exchange, ...]
     # The same exchanges with less on the wire, for when every client takes the same number K of steps.
     with_equal_steps: Callable[[int], tuple[Exchange, ...]] | None = None
@@ -72,8 +106,8 @@ P = ParamSpec("P")
 def factory(**checks: Callable[[str, Any], None]) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
     """Mark a function as an algorithm factory and name the check for each of its numbers.
 
-    Numbers are checked at the door and remembered, together with how to build the algorithm again: the engine passes
-    them to its compiled program as arguments, so that another step-size needs no new compilation.
+    Numbers are checked when the factory is called, and kept with the way to build the algorithm again. The engine
+    passes them to its compiled program as arguments, so another step-size needs no new compilation.
     """
 
     def decorate(build: Callable[P, Algorithm]) -> Callable[P, Algorithm]:

@@ -26,6 +26,7 @@ def client_work(
     grad_of_step: Callable[[Any], Gradient],
     K: Any,
     max_steps: int,
+    *,
     measured: bool = True,
     guard: Guard | None = None,
 ) -> tuple[Any, Any, Any]:

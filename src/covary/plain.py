@@ -106,14 +106,18 @@ class PlainRun(NamedTuple):
 
 
 def run(job: Job, log: Log | None) -> PlainRun:
-    """The job's rounds, one client and one step after the other. The user's own functions run without compilation."""
-    with jax.disable_jit():
+    """The job's rounds, one client and one step after the other.
+
+    The loss is called with plain numbers before each of its gradients is taken, so that a breakpoint in it sees them.
+    """
+    with jax.disable_jit(), np.errstate(over="ignore", invalid="ignore"):
         return _run(job, log)
 
 
 def _run(job: Job, log: Log | None) -> PlainRun:
     algorithm, training, x = job.algorithm, job.training, job.starts[0]
-    clients = [client_of(job, i) for i in range(job.plan.n_clients)]
+    slope = gradient_of(job)
+    clients = [client_of(job, i, slope) for i in range(job.plan.n_clients)]
     traffic = traffic_by_kind(algorithm, job.plan.steps_on_wire, x)
     server, states = algorithm.init_server(x), [algorithm.init_client(x) for _ in clients]
     average, mass = x, 1.0
@@ -155,17 +159,27 @@ def drawn(job: Job, r: int) -> np.ndarray:
         return np.asarray(sample(key, job.plan.n_clients, job.plan.cohort))
 
 
-def client_of(job: Job, i: int) -> Client:
+def gradient_of(job: Job) -> Callable[[Any], Gradient]:
+    """batch -> y -> the gradient of the loss on the batch."""
+    loss, unravel = job.problem.loss, job.program.local.unravel
+    compiled = jax.jit(jax.grad(lambda y, batch: loss(unravel(y), batch)))
+
+    def on(batch: Any) -> Gradient:
+        def at(y: np.ndarray) -> np.ndarray:
+            loss(unravel(y), batch)
+            with jax.disable_jit(False):
+                return np.asarray(compiled(y, batch))
+
+        return at
+
+    return on
+
+
+def client_of(job: Job, i: int, gradient: Callable[[Any], Gradient]) -> Client:
     """Client i of a job, with the batches that the engine draws for it."""
     data = job.problem.data.client(i)
     plan, layout = job.plan.local, Layout(*(field[i] for field in job.layout))
     size, per_epoch, K = int(layout.size), int(layout.per_epoch), int(layout.steps)
-
-    def gradient(batch: Any) -> Gradient:
-        def at(y: np.ndarray) -> np.ndarray:
-            return np.asarray(jax.grad(lambda y: job.problem.loss(job.program.local.unravel(y), batch))(y))
-
-        return at
 
     def grads(r: int, number: int) -> Iterable[Gradient]:
         for k in range(K):

@@ -1,4 +1,4 @@
-"""`simulate`: N clients and a server on one machine, at the machine's full speed."""
+"""`simulate`: N clients and a server on one machine, at full hardware speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from covary.training import Training
 
 @dataclass(frozen=True)
 class Run:
-    """What came out of a simulation; all arrays are NumPy's."""
+    """The result of a simulation. All arrays are NumPy's."""
 
     algorithm: Algorithm
     params: Any  # the model, in the user's own form
@@ -37,17 +37,17 @@ class Run:
     server: Any  # NamedTuple: .x, and .c for SCAFFOLD
     clients: Any  # NamedTuple: .c_i of shape (N, d) for SCAFFOLD
     history: dict[str, np.ndarray] = field(repr=False)  # one row a round
-    average: Any = None  # the paper's weighted output, in the form of params, where it was asked for
+    average: Any = None  # the paper's weighted output, in the form of params, if it was requested
     reached: int | None = None  # the round that met the target
-    diverged: int | None = None  # the round that left the finite numbers; the state is the one before it
+    diverged: int | None = None  # the round that was no longer finite; the state is that of the round before
 
     @property
     def rounds(self) -> int:
-        """The rounds done."""
+        """The number of completed rounds."""
         return len(self.history["round"])
 
     def rounds_to(self, metric: str, value: float) -> int | None:
-        """The first round whose metric met the value, or None.
+        """The first round whose metric meets the value, or None.
 
         >>> import covary as cv
         >>> run = cv.simulate(cv.sgd(eta_l=0.1), cv.lower_bound(G=1), rounds=100, x0=1.0)
@@ -89,41 +89,45 @@ def simulate(
     """Run an algorithm on a problem.
 
     Args:
-        algorithm: from `covary.scaffold(...)` and its like.
-        problem: from `covary.supervised(...)`, `covary.quadratics(...)` or `covary.lower_bound(...)`.
-        rounds: communication rounds, those of the warm start included.
-        clients_per_round: how many clients are sampled each round (uniformly, without replacement): a number S, a
+        algorithm: an `Algorithm`, built by `covary.scaffold(...)` or another factory.
+        problem: a `Problem`, built by `covary.supervised(...)`, `covary.quadratics(...)` or `covary.lower_bound(...)`.
+        rounds: the number of communication rounds, including those of the warm start.
+        clients_per_round: how many clients are sampled each round, uniformly and without replacement: a number S, a
             fraction in (0, 1), or None for all N.
         local_steps: K, the same for every client.
-        local_epochs: passes over the local data instead, so that K differs where sizes do; 1 unless K is given.
+        local_epochs: passes over the local data instead, so that K differs between clients of different size. The
+            default is 1 if `local_steps` is not given.
         batch_size: a number of examples, a fraction in (0, 1) of each client's data (0.2 cuts an epoch into 5 equal
             batches), or None for full batches. Batches are drawn without replacement within an epoch.
-        seed: decides initial parameters, cohorts and batches. Same seed, same machine: the same numbers, bit for bit.
-        x0: where to start, as params or as a flat vector; by default the model's own `init`.
+        seed: determines initial parameters, cohorts and batches. The same seed on the same machine gives the same
+            numbers, bit for bit.
+        x0: the starting point, as params or as a flat vector. The default is the model's `init`.
         warm_start: first visit every client once, S at a time, and set its c_i to its gradient at x^0.
-        weights: "uniform", f = mean f_i as in the paper, or "examples", f = sum p_i f_i with p_i = n_i / n. Clients are
-            sampled uniformly all the same, and an upload counts N p_i / S, so that the mean is right in expectation.
-        target: stop at the first round that meets it, such as ("accuracy", 0.5), ("loss", 1e-6) or, to say which way,
-            ("bleu", ">=", 30). Without that, names that end in loss, error, mse, rmse, mae, nll or perplexity are to
-            fall to their target, and other metrics to rise to it.
+        weights: "uniform" for f = mean f_i, as in the paper, or "examples" for f = sum p_i f_i with p_i = n_i / n.
+            Sampling is uniform in both cases. An upload counts N p_i / S, so the mean is right in expectation.
+        target: stop at the first round that meets it: ("accuracy", 0.5), ("loss", 1e-6), or ("bleu", ">=", 30) with
+            an explicit direction. Without one, metrics whose names end in loss, error, mse, rmse, mae, nll or
+            perplexity must fall to the target, and others must rise to it.
         average: also keep the paper's weighted output: "uniform", or a number q in (0, 1) for the weights
-            w_r = (1 - q)^(1 - r); the theorems use q = mu K eta_l eta_g / 2.
-        eval_every: measure loss, metrics, drift, control error and control change every so many rounds (and in the
-            last); they are NaN in between.
-        log: called as `log(round, values)` for each round, in order, while the run goes on; a tracker of
+            w_r = (1 - q)^(1 - r). The theorems for convex f use q = mu K eta_l eta_g / 2; for non-convex f the paper
+            draws a random iterate instead.
+        eval_every: measure loss, metrics, drift, control error and control change in every so many rounds and in the
+            last one. They are NaN in between.
+        log: a function that is called as `log(round, values)` for each round, in order, during the run. A tracker of
             `covary.trackers` is such a function.
-        store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder of your
-            own; by default the first of these that has room.
-        devices: over how many devices to spread the cohort; by default as many as help.
-        width: how many clients a device works on at the same time; by default what is fastest.
-        precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU; states, sums and
-            evaluation keep theirs.
-        checkpoint: a folder to save the run in, every `checkpoint_every` rounds and at its end: the server's state,
-            every client's, the history. The same call with the same folder goes on from the last whole checkpoint,
-            with the numbers of a run that was never stopped; a finished run returns at once. Ctrl-C and SIGTERM then
-            end the run after the rounds under way, saved; a second one ends it at once, with the last checkpoint good.
+        store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder. The default
+            is the first of these with enough room.
+        devices: the number of devices that share the cohort. The default is as many as make the round faster.
+        width: the number of clients that a device works on at the same time. The default is what is fastest.
+        precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU. States, sums and
+            evaluation keep their precision.
+        checkpoint: a folder for checkpoints, saved every `checkpoint_every` rounds and at the end: the server's state,
+            every client's state, and the history. The same call with the same folder resumes from the last intact
+            checkpoint and gives the numbers of an uninterrupted run; a finished run returns at once. With a checkpoint,
+            Ctrl-C or SIGTERM finishes the current rounds, saves, and stops; a second one stops immediately.
+        checkpoint_every: the number of rounds between two checkpoints.
         debug: run in plain Python and NumPy (`covary.plain`), one client and one step after the other, with the same
-            cohorts and batches: slow, and open to a breakpoint anywhere.
+            cohorts and batches. It is slow, and a breakpoint can be set anywhere.
 
     Returns:
         A `Run`. Its `history` has one row per round: `round`, `loss` (f at x), every metric, `cohort`, `drift` (E_r of
@@ -134,7 +138,8 @@ def simulate(
         if it is the target or there is no test set, because it takes a pass over all data. With the client states on
         disk, `clients` reads them when it is indexed.
 
-    A run that leaves the finite numbers stops, warns with a `DivergenceWarning`, and returns its last good state.
+    A run whose model or loss is no longer finite stops, warns with a `DivergenceWarning`, and returns its last good
+    state.
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()
@@ -164,7 +169,7 @@ def _refuse_engine_options(problem: Problem, **given: Any) -> None:
         raise CovaryError("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
     for name, value in given.items():
         if value is not None:
-            fix = "debug=True runs plain Python on one core, in memory, without checkpoints."
+            fix = "debug=True runs plain Python on one core, in memory and without checkpoints."
             raise refused(name, "None where debug=True", repr(value), fix)
 
 
@@ -233,14 +238,14 @@ def _result(simulation: Simulation) -> Run:
 
 
 def _warn_of_divergence(run: Run) -> None:
-    """Warn of a run that has left the finite numbers, or whose loss has grown a million times and more."""
+    """Warn if the run is no longer finite, or if its loss has grown by a factor of a million."""
     text = None
     losses = run.history.get("loss", np.empty(0))
     seen = losses[np.isfinite(losses)].astype(float)
     if run.diverged is not None:
         text = (
             f"{run.algorithm} diverged in round {run.diverged}: its model or loss is no longer finite. The run holds "
-            "the state and history before that round."
+            "the state and history up to the round before."
         )
     elif len(seen) > 1 and 1e-6 * abs(seen[-1]) >= max(abs(seen[0]), 1e-306) and seen[-1] >= seen.max():
         text = f"{run.algorithm} is diverging: its loss grew from {seen[0]:.3g} to {seen[-1]:.3g}."

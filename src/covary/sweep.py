@@ -27,7 +27,7 @@ RATIO = 10**0.5  # between neighbouring step-sizes
 
 @dataclass(frozen=True)
 class Sweep:
-    """What came out of a sweep."""
+    """The result of a sweep."""
 
     points: list[dict[str, float]]  # the grid, every combination of its values
     seeds: list[int]
@@ -102,30 +102,32 @@ def sweep(
 ) -> Sweep:
     """Run an algorithm at every point of a grid, with every seed, as one compiled program.
 
-    All points share cohorts and batches, seed by seed (common random numbers): they differ by their numbers alone, and
-    each member is what `simulate` gives for its numbers and seed, up to rounding (which a step-size at the edge of
-    stability can amplify). A member that has reached the target or diverged stops, and does not disturb the others.
+    All points share cohorts and batches, seed by seed (common random numbers), so they differ by their numbers alone.
+    Each member gives what `simulate` gives for its numbers and seed, up to rounding, which a step-size at the edge of
+    stability can amplify. A member that reaches the target or diverges stops, and does not affect the others.
 
     Args:
-        factory: `covary.scaffold` and its like, or a function that calls one: `lambda eta_l: cv.scaffold(eta_l, 1.5)`.
-        grid: the values to try for each argument of the factory; every combination is a point.
-        seeds: one run for each.
+        factory: `covary.scaffold` or another factory, or a function that calls one:
+            `lambda eta_l: cv.scaffold(eta_l, 1.5)`.
+        problem: as in `simulate`.
+        grid: the values to try for each argument of the factory. Every combination is a point.
+        seeds: every point is run once with each seed.
         rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every, devices,
             width, precision: as in `simulate`.
         target: as in `simulate`, for each member.
         race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
-            that were still running are marked "outpaced".
-        measure_loss: also measure the training loss, which is else done only where it is the target or there is no
-            other metric; without it, a member has diverged once its model is no longer finite.
-        at_once: how many points to run at a time; by default as many as fit into memory.
-        log: called as `log(round, values)` after each chunk of rounds, with how many members are still `running`
-            and the best value so far of every metric.
+            that are still running are marked "outpaced".
+        measure_loss: also measure the training loss. Without it, the loss is measured only if it is the target or the
+            only metric, and a member counts as diverged once its model is no longer finite.
+        at_once: the number of points to run at a time. The default is as many as fit into memory.
+        log: a function that is called as `log(round, values)` after each chunk of rounds, with the number of members
+            still `running` and the best value so far of every metric.
         checkpoint, checkpoint_every: as in `simulate`, for all members together.
 
     Returns:
-        A `Sweep`: its `table` has one row for each point and seed (the point's numbers, `seed`, `rounds` done,
-        `outcome`, `reached`, `diverged`, and the last and best value of every metric), its `curves` every value of
-        the columns that `simulate` has in its history, but for the cohorts.
+        A `Sweep`. Its `table` has one row for each point and seed: the point's numbers, `seed`, completed `rounds`,
+        `outcome`, `reached`, `diverged`, and the last and best value of every metric. Its `curves` have every column
+        of `simulate`'s history except the cohorts.
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()

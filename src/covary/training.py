@@ -1,4 +1,4 @@
-"""What is asked of a run: every setting, checked once, whatever carries it out (simulate, sweep or Flower)."""
+"""The settings of a run, checked once, for simulate, sweep and Flower alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covary.targets import target_of
 
 
 class LocalWork(NamedTuple):
-    """What a client is told of its own work: how many steps, on which batches."""
+    """The settings of a client's work: how many steps, on which batches."""
 
     local_steps: int | None = None
     local_epochs: int | None = None
@@ -46,7 +46,7 @@ class Training:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The settings among the arguments that a function was given, by name: `Training.of(locals())`."""
+        """The settings among a function's arguments, by name: `Training.of(locals())`."""
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Training:
 
     @property
     def local(self) -> LocalWork:
-        """What a client needs to know of it."""
+        """The settings of a client's work."""
         return LocalWork(self.local_steps, self.local_epochs, self.batch_size)
 
     @property
@@ -92,16 +92,16 @@ class Training:
         return 1 - float(self.average) if isinstance(self.average, float) else 1.0
 
     def facts(self) -> dict[str, Any]:
-        """The settings for JSON, one form for one meaning: what a checkpoint is held against."""
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        told = {name: value.item() if isinstance(value, np.generic) else value for name, value in told.items()}
+        """The settings for JSON, in one form for one meaning. A checkpoint is compared with them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
         if self.local_steps is None and self.local_epochs is None:
-            told["local_epochs"] = 1
-        return told | {"target": list(self.target) if isinstance(self.target, tuple) else self.target}
+            values["local_epochs"] = 1
+        return values | {"target": list(self.target) if isinstance(self.target, tuple) else self.target}
 
 
 def check_clients_per_round(value: Any) -> None:
-    """Refuse what is no number of clients and no fraction of them."""
+    """Refuse what is neither a number of clients nor a fraction of them."""
     if value is None or _is_fraction(value) or (_is_whole(value) and value >= 1):
         return
     allowed = "a number of clients of at least 1, a fraction in (0, 1), or None for all"
@@ -109,7 +109,7 @@ def check_clients_per_round(value: Any) -> None:
 
 
 def check_batch_size(value: Any) -> None:
-    """Refuse what is no number of examples and no fraction of them."""
+    """Refuse what is neither a number of examples nor a fraction of them."""
     if value is None or _is_fraction(value) or (_is_whole(value) and value >= 1):
         return
     allowed = "a number of examples of at least 1, a fraction in (0, 1), or None for full batches"

@@ -36,7 +36,7 @@ NAMES = re.compile(r"round-[0-9]{9,}\.safetensors")
 SEGMENTS = re.compile(r"clients-[0-9]{9,}-[0-9]+")  # .safetensors
 HEADER = 2**24  # most bytes of a file besides its arrays
 MOST_ROWS = 2  # in the segments, for each client: beyond it, all states are rewritten
-MOST_SEGMENTS = 1000  # likewise
+MOST_SEGMENTS = 1000  # beyond it, too
 
 SavedClients = Callable[[list[np.ndarray]], Iterator[tuple[np.ndarray, list[np.ndarray]]]]
 """Given the form of one client's states, the saved clients' numbers and states, a part at a time."""
@@ -241,7 +241,7 @@ def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
     """The state of another with what was saved."""
     for name, own in state_arrays(like).items():
         saved = arrays.get(name)
-        counts = saved is not None and saved.dtype.kind == own.dtype.kind == "i"  # of whatever width
+        counts = saved is not None and saved.dtype.kind == own.dtype.kind == "i"  # of any width
         if saved is None or saved.shape != own.shape or (saved.dtype != own.dtype and not counts):
             raise Damaged(f"A checkpoint has no {name} of shape {own.shape} and type {own.dtype}. Start a new run.")
 

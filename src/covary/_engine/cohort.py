@@ -86,7 +86,7 @@ def bound_to_data(program: Program, world: World, key: Any, measured: bool) -> B
                 return jax.tree.map(lambda leaf: leaf.at[where].get(mode="promise_in_bounds"), world.examples)
 
             client_key = jax.random.fold_in(exchange_key, i)
-            return work_of_client(program.local, exchange, down, client, fetch, layout, client_key, measured)
+            return work_of_client(program.local, exchange, down, client, fetch, layout, client_key, measured=measured)
 
         return work
 

@@ -100,7 +100,7 @@ class Watch:
 
 
 def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | None = None) -> np.ndarray:
-    """sum p_i c_i over all clients, in float64 for any precision of the states, a block of clients at a time."""
+    """sum p_i c_i over all clients, in float64 for states of any precision, a block of clients at a time."""
     rows = getattr(clients, field)
     ids = np.arange(len(p))
     total = np.zeros(rows.shape[1:])

@@ -36,6 +36,7 @@ def work_of_client(
     fetch: Callable[[Any], Any],
     layout: Layout,
     key: Any,
+    *,
     measured: bool = True,
     guard: Guard | None = None,
 ) -> tuple[Any, Any, Any]:
@@ -73,9 +74,8 @@ def work_of_client(
         return gradient(program, form, rows, inside if plan.ragged_batches else None)
 
     K = plan.max_steps if plan.steps is not None else layout.steps
-    up, new, drift = client_work(
-        exchange, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps, measured, guard
-    )
+    given = (exchange, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps)
+    up, new, drift = client_work(*given, measured=measured, guard=guard)
     return form.join(up), like(form.join(new), client), drift
 
 

@@ -65,7 +65,7 @@ class Members:
         return self.group == len(self.groups)
 
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        """Take the group on to a round, or to its end; the next one is begun then."""
+        """Advance the group to a round or to its end. At its end, the next group starts."""
         job, program = self.job, self.job.program
         while not interrupted():
             alive = ~(np.asarray(self.states.control.reached) | np.asarray(self.states.control.diverged))

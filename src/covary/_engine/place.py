@@ -97,7 +97,7 @@ def _step_cost(loss: Any, unravel: Any, rows: int, shape: Any, dtype: Any, form:
 
 def _counting() -> contextlib.AbstractContextManager[Any]:
     """Lowering for the CPU, which counts operations before it compiles. A GPU does not."""
-    with contextlib.suppress(RuntimeError):  # where JAX was told to leave the CPU out
+    with contextlib.suppress(RuntimeError):  # where JAX is configured without the CPU
         return jax.default_device(jax.devices("cpu")[0])
     return contextlib.nullcontext()
 

@@ -59,7 +59,7 @@ class World(NamedTuple):
 
 
 class Control(NamedTuple):
-    """How far a run is, and whether it goes on."""
+    """How far a run is, and whether it has ended."""
 
     round: Any  # rounds done
     reached: Any

@@ -31,7 +31,7 @@ def compiled(program: Program) -> Rounds:
     """`(numbers, state, key, until, last, world) -> state, records`: rounds up to `until`, at most a chunk of them.
 
     It stops early at the target, or at the last good state when the next is not finite. `records` has one row a round.
-    Round `last` is the run's last, which is measured whatever the cadence.
+    Round `last` is the run's last, which is always measured.
     """
 
     def chunk(
@@ -170,7 +170,7 @@ def loop(
     last: Any,
     world: World,
 ) -> tuple[State, Records]:
-    """Rounds while any member goes on, up to `until` and at most a chunk.
+    """Rounds while any member is running, up to `until` and at most a chunk.
 
     Rounds that are measured and rounds that are not are two loops inside one: on a GPU nothing then waits for the host
     between them but the end of each loop.

@@ -175,9 +175,9 @@ def per_client_loop(workload: Workload, repeats: int, device: str = "cpu", compi
                 for p, s in zip(params, all_clients.server, strict=True):
                     p.copy_(s)
             shift = [c - c_i[i] for c, c_i in zip(all_clients.c, all_clients.c_i, strict=True)]
-            for rows in all_clients.batches():
+            for batch in all_clients.batches():
                 model.zero_grad()
-                slope(all_clients.x[i, rows], all_clients.y[i, rows]).backward()
+                slope(all_clients.x[i, batch], all_clients.y[i, batch]).backward()
                 with torch.no_grad():
                     for p, q in zip(params, shift, strict=True):
                         p -= ETA_L * (p.grad + q)
@@ -187,7 +187,7 @@ def per_client_loop(workload: Workload, repeats: int, device: str = "cpu", compi
                 scale = workload.steps * ETA_L
                 controls.append([-q - d / scale for q, d in zip(shift, dy, strict=True)])
         with torch.no_grad():
-            stacked = [[torch.stack(leaf) for leaf in zip(*rows, strict=True)] for rows in (changes, controls)]
+            stacked = [[torch.stack(leaf) for leaf in zip(*each, strict=True)] for each in (changes, controls)]
             all_clients.commit(cohort, *stacked)
 
     return fastest(one_round, repeats, _waiter(device))
@@ -208,13 +208,13 @@ def batched_clients(workload: Workload, repeats: int, device: str = "cpu") -> fl
         shift = [c - c_i[ids] for c, c_i in zip(all_clients.c, all_clients.c_i, strict=True)]
         order = torch.stack([all_clients.batches() for _ in cohort])
         for k in range(workload.steps):
-            rows = order[:, k]
-            inputs = [all_clients.x[ids[:, None], rows]]
+            batch = order[:, k]
+            inputs = [all_clients.x[ids[:, None], batch]]
             for depth in range(len(y) // 2):
                 out = torch.baddbmm(y[2 * depth + 1][:, None], inputs[-1], y[2 * depth].transpose(1, 2))
                 inputs.append(out.relu() if 2 * depth + 2 < len(y) else out)
             g = torch.softmax(inputs[-1], 2)
-            g.scatter_add_(2, all_clients.y[ids[:, None], rows][:, :, None], -torch.ones(S, n, 1, device=device))
+            g.scatter_add_(2, all_clients.y[ids[:, None], batch][:, :, None], -torch.ones(S, n, 1, device=device))
             g /= n
             for depth in reversed(range(len(y) // 2)):
                 w, b = y[2 * depth], y[2 * depth + 1]

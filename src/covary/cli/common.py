@@ -11,25 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from covary import algorithms
 from covary.algorithm import Algorithm
+from covary.algorithms import ALGORITHMS
 from covary.checks import whole
 from covary.cli.problems import Divided
 from covary.cli.terminal import Terminal, open_in_browser
 from covary.errors import CovaryError, refused
 from covary.runs import machine
 from covary.runs.folder import RunFolder
-
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    "sgd": algorithms.sgd,
-    "fedavg": algorithms.fedavg,
-    "fedprox": algorithms.fedprox,
-    "scaffold": algorithms.scaffold,
-    "dane": algorithms.dane,
-    "vrl_sgd": algorithms.vrl_sgd,
-    "feddyn": algorithms.feddyn,
-    "mime": algorithms.mime,
-}
 
 
 def algorithm_names() -> list[str]:

@@ -66,7 +66,7 @@ def compare(
 
 
 def _show(terminal: Terminal, folder: RunFolder, budget: Any, target: float) -> None:
-    from covary.experiments.digits import ALGORITHMS, SIMILARITIES
+    from covary.experiments.digits import COMPARED, SIMILARITIES
     from covary.experiments.folder import cell_from
     from covary.report.plots import save_curves
     from covary.report.tables import rounds_table
@@ -84,7 +84,7 @@ def _show(terminal: Terminal, folder: RunFolder, budget: Any, target: float) -> 
     setup = f"{budget.clients} clients, 20 % sampled, 5 local epochs"
     seeds = f"mean of {len(budget.seeds)} seeds" if len(budget.seeds) > 1 else "one seed"
     title = f"Rounds to {target:g} test accuracy on digits ({setup}; {seeds})"
-    terminal.show(rounds_table(title, list(ALGORITHMS), rounds, budget.rounds, baseline="sgd"))
+    terminal.show(rounds_table(title, list(COMPARED), rounds, budget.rounds, baseline="sgd"))
     terminal.show("[dim](n×): speed-up over SGD. eta_l tuned for each cell, eta_g = 1. Green: fewest rounds.[/dim]")
     picture = folder.path / "curves.png"
     with folder.writing():

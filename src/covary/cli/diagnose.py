@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,10 @@ from covary.cli import common, problems
 from covary.cli.terminal import Terminal
 from covary.errors import CovaryError, refused
 from covary.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from covary.theory.diagnose import Diagnosis
+    from covary.theory.trial import Check
 
 FULL = (1, 2, 5, 12, 25, 50, 100, 200)
 
@@ -60,7 +64,7 @@ def diagnose(
 
     Example: covary diagnose patients.csv --client-column hospital --label outcome
     """
-    from covary.report.diagnosis import check_table, diagnosis_panel, save_diagnosis
+    from covary.report.diagnosis import save_diagnosis
     from covary.theory.diagnose import check_advice
     from covary.theory.diagnose import diagnose as run_diagnosis
 
@@ -109,6 +113,16 @@ def diagnose(
     folder.append(record)
     save_diagnosis(folder.path / "diagnosis.png", found, title)
     terminal.answer(record | common.places(folder))
+    _show(terminal, found, checked, title)
+    terminal.written("Picture", folder.path / "diagnosis.png")
+    terminal.written("Raw results", folder.results)
+    common.report(folder, terminal, show)
+    folder.close()
+
+
+def _show(terminal: Terminal, found: Diagnosis, checked: Check | None, title: str) -> None:
+    from covary.report.diagnosis import check_table, diagnosis_panel
+
     terminal.show(diagnosis_panel(found, title))
     if checked is not None:
         terminal.show(check_table(found, checked))
@@ -119,10 +133,6 @@ def diagnose(
         )
         reached = math.isfinite(checked.best.rounds)
         terminal.show(said if reached else "No cell reached the target, so the advice cannot be checked.")
-    terminal.written("Picture", folder.path / "diagnosis.png")
-    terminal.written("Raw results", folder.results)
-    common.report(folder, terminal, show)
-    folder.close()
 
 
 def _target(target: float | None, target_loss: float | None) -> tuple[str, float] | None:

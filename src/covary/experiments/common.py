@@ -11,20 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from covary.algorithm import Algorithm
-from covary.algorithms import fedavg, fedprox, scaffold, sgd
+from covary.algorithms import ALGORITHMS
 from covary.data import datasets, partition
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 from covary.report.story import Claim
 from covary.sweep import RATIO, Sweep, half_decade, sweep
 
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    "sgd": sgd,
-    "fedavg": fedavg,
-    "fedprox": fedprox,
-    "scaffold": scaffold,
-}
+COMPARED = ("sgd", "fedavg", "fedprox", "scaffold")
 Log = Callable[[str, int, dict[str, float]], None]
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from covary.data import datasets, partition
-from covary.experiments.common import ALGORITHMS, Budget, Case, Cell, Log, attempt, tune
+from covary.experiments.common import COMPARED, Budget, Case, Cell, Log, attempt, tune
 from covary.models import logistic_regression, mlp
 from covary.problem import Problem, supervised
 from covary.targets import Target
 
 SIMILARITIES = (0.0, 0.1, 1.0)
 CENTRE = 1.0  # of the grid of step-sizes
-CASES = [Case(algorithm, similarity) for similarity in SIMILARITIES for algorithm in ALGORITHMS]
+CASES = [Case(algorithm, similarity) for similarity in SIMILARITIES for algorithm in COMPARED]
 
 
 def digits_problem(clients: int, similarity: float, hidden: int = 0) -> Problem:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from covary.experiments.common import (
-    ALGORITHMS,
+    COMPARED,
     Budget,
     Case,
     Cell,
@@ -41,7 +41,7 @@ def cases(quick: bool) -> list[Case]:
     return [
         Case(algorithm, similarity, e)
         for similarity in SIMILARITIES
-        for algorithm in ALGORITHMS
+        for algorithm in COMPARED
         for e in (epochs[:1] if algorithm == "sgd" else epochs)
     ]
 
@@ -53,7 +53,7 @@ def as_table(cells: Sequence[Cell], limit: int) -> tuple[list[str], list[list[st
     body = []
     for similarity in sorted({c.case.similarity for c in cells}):
         base = find(cells, similarity=similarity, algorithm="sgd").mean_rounds
-        for algorithm in ALGORITHMS:
+        for algorithm in COMPARED:
             own = [c for c in cells if (c.case.similarity, c.case.algorithm) == (similarity, algorithm)]
             body.append([f"{100 * similarity:g} %", algorithm, *(_entry(c, base, limit) for c in own)])
             body[-1] += ["same"] * (len(header) - len(body[-1]))
@@ -84,7 +84,7 @@ def claims(cells: Sequence[Cell], limit: int) -> list[Claim]:
         return f"{algorithm} {'/'.join(shown(rounds(algorithm, similarity, e), limit) for e in epochs)}"
 
     def scaffold_first(similarities: Sequence[float]) -> bool | None:
-        others = [a for a in ALGORITHMS if a != "scaffold"]
+        others = [a for a in COMPARED if a != "scaffold"]
         pairs = [(rounds("scaffold", s, e), rounds(a, s, e)) for s in similarities for e in epochs for a in others]
         return every(True if ours == theirs < np.inf else fewer(ours, theirs) for ours, theirs in pairs)
 

@@ -9,6 +9,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from covary import algorithms
 from covary.algorithm import Algorithm
 from covary.errors import CovaryError, refused
 from covary.flower.server import serve
@@ -61,12 +62,10 @@ def server_app(
 
 
 def _with_numbers(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Algorithm:
-    import covary
-
     changed = {name: float(wanted[name]) for name in algorithm.numbers if name in wanted}
     if not changed or algorithm.recipe is None:
         return algorithm
-    factory = getattr(covary, algorithm.recipe[0].__name__, None)
+    factory = getattr(algorithms, algorithm.recipe[0].__name__, None)
     if getattr(factory, "__wrapped__", None) is not algorithm.recipe[0]:
         raise CovaryError(
             f"{', '.join(changed)} cannot be set from the run configuration: the algorithm is your own. Set it in code."

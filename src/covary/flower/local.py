@@ -192,12 +192,12 @@ class Federation:
 
     def _flwr(self, *arguments: str) -> str:
         command = [self._program("flwr"), *arguments]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise CovaryError(f"flwr {' '.join(arguments)} failed: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def _wait_for_port(self, name: str, port: int, timeout: float = 60.0) -> None:
+    def _wait_for_port(self, name: str, port: int, timeout: float = 600.0) -> None:
         deadline = time.monotonic() + timeout
         while True:
             with socket.socket() as probe:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from covary.errors import refused
 from covary.report.sections import claims, clients, configuration, diagnosis, measured, table, targets
 from covary.report.story import Line, NoReport, Story, read
 from covary.runs.files import replace
-from covary.simulate import Run
+
+if TYPE_CHECKING:
+    from covary.simulate import Run
 
 MOST_POINTS = 1500  # of a curve
 KNOWN = {"sgd": 0, "fedavg": 1, "fedprox": 2, "scaffold": 3, "mime": 4, "feddyn": 5, "dane": 6, "vrl_sgd": 7}
@@ -70,6 +72,8 @@ def write_report(path: str | Path, runs: Mapping[str, Run], target: tuple[str, f
     >>> runs = {a.name: cv.simulate(a, problem, 20, local_steps=5, x0=1.0) for a in (cv.fedavg(0.1), cv.scaffold(0.1))}
     >>> cv.write_report(tempfile.mkdtemp() + "/report.html", runs, target=("loss", 1e-3))
     """
+    from covary.simulate import Run  # brings JAX, which a page of run folders does not need
+
     place = checked_path("path", path)
     if not isinstance(runs, Mapping) or not runs or not all(isinstance(run, Run) for run in runs.values()):
         raise refused("runs", "a dict of names and Runs", repr(runs)[:80], 'Try {"scaffold": run}.')
