@@ -83,7 +83,7 @@ TARGETS = (
     Target(
         "src/covary/cohort.py",
         COHORT,
-        "tests/test_equations.py -k 'fedavg or mime or feddyn'",
+        "tests/test_engine.py tests/test_equations.py -k 'floyd or own_choice or fedavg or mime or feddyn'",
         "tests/test_engine.py tests/test_simulate.py"
         " -k 'every_mode or cohorts or streamed_data_gives or (weights and few) or drift'",
     ),
@@ -119,6 +119,16 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         'return Algorithm("vrl_sgd", Server, lambda x: Client(0 * x, x, 0.0), (exchange,), lockstep=True)',
         "0.0  ->  1.0",
     ): "it is multiplied by x - y_i, which is 0 before the first round",
+    (
+        "src/covary/client.py",
+        "return (moved, total), None",
+        "return ((moved, total), None)  ->  pass",
+    ): "the statement after it then chooses the new state in every step",
+    (
+        "src/covary/cohort.py",
+        "return jnp.arange(N)",
+        "return jnp.arange(N)  ->  pass",
+    ): "a choice of N of N clients, sorted, is all of them too, only slower",
     (
         "src/covary/flower/journal.py",
         'BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0, "owner": ""}',
