@@ -130,6 +130,21 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "return jnp.arange(N)  ->  pass",
     ): "a choice of N of N clients, sorted, is all of them too, only slower",
     (
+        "src/covary/cohort.py",
+        "return jnp.sort(jax.lax.fori_loop(0, S, draw, jnp.full(S, -1, jnp.arange(1).dtype)))",
+        "1  ->  2",
+    ): "no client has a negative number",
+    (
+        "src/covary/cohort.py",
+        "return jnp.sort(jax.lax.fori_loop(0, S, draw, jnp.full(S, -1, jnp.arange(1).dtype)))",
+        "1  ->  2  (no. 2)",
+    ): "two numbers have the same type as one",
+    (
+        "src/covary/cohort.py",
+        "rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)",
+        "len(leaf) - 1  ->  len(leaf) + 1",
+    ): "JAX clamps an index beyond the end, and such rows are replaced by 0",
+    (
         "src/covary/flower/journal.py",
         'BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0, "owner": ""}',
         "'owner'  ->  ''",
