@@ -85,7 +85,7 @@ TARGETS = (
         COHORT,
         "tests/test_engine.py tests/test_equations.py -k 'floyd or own_choice or fedavg or mime or feddyn'",
         "tests/test_engine.py tests/test_simulate.py"
-        " -k 'every_mode or cohorts or streamed_data_gives or (weights and few) or drift'",
+        " -k 'every_mode or cohorts or streamed_data_gives or (weights and few) or drift or start_visits'",
     ),
     Target(
         "src/covary/flower/journal.py",
@@ -144,6 +144,11 @@ EXPLAINED: dict[tuple[str, str, str], str] = {
         "rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)",
         "len(leaf) - 1  ->  len(leaf) + 1",
     ): "JAX clamps an index beyond the end, and such rows are replaced by 0",
+    (
+        "src/covary/cohort.py",
+        "at = padded(program, cohort, -1) - jax.lax.axis_index(AXIS) * share",
+        "1  ->  2",
+    ): "no device has a client with a negative number",
     (
         "src/covary/flower/journal.py",
         'BLANK = {"format": FORMAT, "seq": -1, "epoch": -1, "committed": "", "pending": "", "scale": 0.0, "owner": ""}',
