@@ -144,9 +144,9 @@ def test_cohorts_are_uniform_and_without_repetition(N, S):
     np.testing.assert_allclose(cohorts.mean(axis=1).var(), expected, rtol=0.15)
 
 
-@pytest.mark.parametrize(("N", "S"), [(4097, 9), (5041, 71)])
-def test_few_of_many_clients_are_drawn_by_floyds_method(N, S):
-    key, drawn = jax.random.key(3), set()
+@pytest.mark.parametrize(("N", "S", "seed"), [(4097, 64, 15), (5041, 71, 3)])  # client 1 is drawn with seed 15
+def test_few_of_many_clients_are_drawn_by_floyds_method(N, S, seed):
+    key, drawn = jax.random.key(seed), set()
     for k in range(S):
         last = N - S + k
         one = int(jax.random.randint(jax.random.fold_in(key, k), (), 0, last + 1))

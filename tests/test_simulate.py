@@ -188,6 +188,7 @@ def test_warm_start_visits_every_client_once_and_sets_its_control():
     assert history["cohort"][:3].tolist() == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
     assert history["round"].tolist() == [1, 2, 3, 4]
     assert len(set(history["loss"][:3])) == 1  # the model has not moved
+    assert history["drift"][:3].tolist() == [0.0, 0.0, 0.0]  # nor any client's
     assert history["bytes_up"].tolist() == [3 * 96, 3 * 96, 96, 3 * 96]
     idle = np.setdiff1d(np.arange(N), history["cohort"][3])
     gradients = np.stack([g(x0) for g in client_gradients(problem)])
