@@ -62,7 +62,10 @@ def of_algorithm(name: str, also: str = "") -> Target:
     return Target(path, (), first, f"{path} tests/test_simulate.py tests/test_reductions.py {which}")
 
 
-COHORT = ("sample", "take", "put", "owned", "padded", "exchange_all", "share", "each_client", "total", "where")
+COHORT = (
+    *("sample", "exchange_all", "bound_to_data", "each_client", "take", "put", "owned", "padded", "share"),
+    *("real_share", "total", "where"),
+)
 TARGETS = (
     of_algorithm("common", " or fedavg or mime"),
     of_algorithm("dane"),
@@ -81,11 +84,17 @@ TARGETS = (
         " -k 'drift or (plain_numpy and once and (mime or sgd)) or clip or (simulated_one and (sgd or dane-2))'",
     ),
     Target(
-        "src/covary/cohort.py",
+        "src/covary/_engine/cohort.py",
         COHORT,
         "tests/test_engine.py tests/test_equations.py -k 'floyd or own_choice or fedavg or mime or feddyn'",
         "tests/test_engine.py tests/test_simulate.py"
         " -k 'every_mode or cohorts or streamed_data_gives or (weights and few) or drift or start_visits'",
+    ),
+    Target(
+        "src/covary/_engine/plan.py",
+        ("batch_bounds", "aggregation_weights"),
+        "src/covary/_engine/plan.py tests/test_equations.py -k 'plan or mime'",
+        "tests/test_plain.py tests/test_journal.py -k 'numbers_of_the or sampled_cohort'",
     ),
     Target(
         "src/covary/flower/journal.py",
@@ -128,7 +137,7 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
             "return ((moved, total), None)  ->  pass",
         ): "the statement after it then chooses the new state in every step",
     },
-    "src/covary/cohort.py": {
+    "src/covary/_engine/cohort.py": {
         (
             "return jnp.arange(N)",
             "return jnp.arange(N)  ->  pass",
@@ -146,7 +155,7 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
             "len(leaf) - 1  ->  len(leaf) + 1",
         ): "JAX clamps an index beyond the end, and such rows are replaced by 0",
         (
-            "at = padded(program, cohort, -1) - jax.lax.axis_index(AXIS) * share",
+            "at = padded(place, cohort, -1) - jax.lax.axis_index(AXIS) * n_kept",
             "1  ->  2",
         ): "no device has a client with a negative number",
     },
