@@ -295,7 +295,7 @@ def test_loaders_that_cannot_be_trained_on_are_refused(loader, why, tmp_path, ca
     apps[2] = (torch_client_app(torch_linear(), torch_loss, loader, state=tmp_path / "other"), {})
     deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.1), 1, torch_linear(), min_clients=2)
     assert why in caplog.text  # the node's own log
-    assert "is left out: CovaryError" in capsys.readouterr().out
+    assert "is left out: InvalidInput" in capsys.readouterr().out
 
 
 def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):

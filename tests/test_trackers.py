@@ -245,7 +245,7 @@ def test_mlflow_without_a_database_library_says_what_is_missing(tmp_path):
         "import sys; sys.modules['sqlalchemy'] = None\nimport covary as cv; cv.trackers.mlflow(uri='sqlite:///runs.db')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
-    assert "CovaryError: MLflow cannot open its store" in done.stderr
+    assert "InvalidInput: MLflow cannot open its store" in done.stderr
     assert "pip install 'covary[mlflow]'" in done.stderr
 
 

@@ -6,6 +6,7 @@ A model is any object with `init(key) -> params`, `loss(params, batch) -> scalar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,7 @@ def logistic_regression(n_features: int, n_classes: int) -> Model:
     whole("n_features", n_features, 1)
     whole("n_classes", n_classes, 2)
 
-    def init(key: Any) -> dict[str, Any]:
-        return {"w": jnp.zeros((n_classes, n_features)), "b": jnp.zeros(n_classes)}
-
-    return Model(init, _linear_loss, _linear_metrics, _fits(n_features, n_classes))
+    return Model(_linear_init(n_features, n_classes), _linear_loss, _linear_metrics, _fits(n_features, n_classes))
 
 
 def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
@@ -56,16 +54,7 @@ def mlp(n_features: int, hidden: int, n_classes: int) -> Model:
     whole("hidden", hidden, 1)
     whole("n_classes", n_classes, 2)
 
-    def init(key: Any) -> dict[str, Any]:
-        key1, key2 = jax.random.split(key)
-        return {
-            "w1": jax.random.normal(key1, (n_features, hidden)).T * np.sqrt(2 / n_features),
-            "b1": jnp.zeros(hidden),
-            "w2": jax.random.normal(key2, (hidden, n_classes)).T * np.sqrt(1 / hidden),
-            "b2": jnp.zeros(n_classes),
-        }
-
-    return Model(init, _mlp_loss, _mlp_metrics, _fits(n_features, n_classes))
+    return Model(_mlp_init(n_features, hidden, n_classes), _mlp_loss, _mlp_metrics, _fits(n_features, n_classes))
 
 
 def cnn(n_classes: int, side: int = 28) -> Model:
@@ -80,19 +69,7 @@ def cnn(n_classes: int, side: int = 28) -> Model:
     whole("n_classes", n_classes, 2)
     if whole("side", side, 4) % 4:
         raise refused("side", "a multiple of 4", side, "Pad the images.")
-    flat = (side // 4) ** 2 * 64
-
-    def init(key: Any) -> dict[str, Any]:
-        keys = jax.random.split(key, 4)
-        shapes = {"w1": (5, 5, 1, 32), "w2": (5, 5, 32, 64), "w3": (512, flat), "w4": (n_classes, 512)}
-        params = {}
-        for k, (name, shape) in zip(keys, shapes.items(), strict=True):
-            inputs, outputs = (np.prod(shape[:3]), shape[3]) if len(shape) == 4 else (shape[1], shape[0])
-            params[name] = jax.random.normal(k, shape) * np.sqrt(2 / inputs)
-            params[f"b{name[1]}"] = jnp.zeros(outputs)
-        return params
-
-    return Model(init, _cnn_loss, _cnn_metrics, _fits(side * side, n_classes))
+    return Model(_cnn_init(n_classes, side), _cnn_loss, _cnn_metrics, _fits(side * side, n_classes))
 
 
 def _flat(x: Any, like: Any) -> Any:
@@ -149,7 +126,45 @@ def _accuracy(logits: Any, y: Any) -> dict[str, Any]:
     return {"accuracy": jnp.mean(jnp.argmax(logits, axis=1) == y)}
 
 
-# At module level, so that two models of the same kind share one compiled program.
+# One function for models of the same kind and size, so that they share compiled programs.
+@functools.lru_cache(maxsize=64)
+def _linear_init(n_features: int, n_classes: int) -> Callable[[Any], Any]:
+    def init(key: Any) -> dict[str, Any]:
+        return {"w": jnp.zeros((n_classes, n_features)), "b": jnp.zeros(n_classes)}
+
+    return init
+
+
+@functools.lru_cache(maxsize=64)
+def _mlp_init(n_features: int, hidden: int, n_classes: int) -> Callable[[Any], Any]:
+    def init(key: Any) -> dict[str, Any]:
+        key1, key2 = jax.random.split(key)
+        return {
+            "w1": jax.random.normal(key1, (n_features, hidden)).T * np.sqrt(2 / n_features),
+            "b1": jnp.zeros(hidden),
+            "w2": jax.random.normal(key2, (hidden, n_classes)).T * np.sqrt(1 / hidden),
+            "b2": jnp.zeros(n_classes),
+        }
+
+    return init
+
+
+@functools.lru_cache(maxsize=64)
+def _cnn_init(n_classes: int, side: int) -> Callable[[Any], Any]:
+    flat = (side // 4) ** 2 * 64
+    shapes = {"w1": (5, 5, 1, 32), "w2": (5, 5, 32, 64), "w3": (512, flat), "w4": (n_classes, 512)}
+
+    def init(key: Any) -> dict[str, Any]:
+        params = {}
+        for k, (name, shape) in zip(jax.random.split(key, 4), shapes.items(), strict=True):
+            inputs, outputs = (np.prod(shape[:3]), shape[3]) if len(shape) == 4 else (shape[1], shape[0])
+            params[name] = jax.random.normal(k, shape) * np.sqrt(2 / inputs)
+            params[f"b{name[1]}"] = jnp.zeros(outputs)
+        return params
+
+    return init
+
+
 def _linear_loss(params: Any, batch: Any) -> Any:
     return _cross_entropy(_linear(params, batch[0]), batch[1])
 

@@ -44,17 +44,16 @@ class Problem:
     @cached_property
     def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
         """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
-
-        @jax.jit
-        def losses(batch: Any) -> tuple[Any, Any, Any]:
-            x, unravel = ravel_pytree(self.init(jax.random.key(0)))
-            params = unravel(x + 0.01 * jax.random.normal(jax.random.key(1), x.shape, x.dtype))
-            twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
-            each = jax.vmap(lambda example: self.loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
-            return self.loss(params, batch), self.loss(params, twice), each
-
-        once, twice, each = losses(jax.tree.map(lambda a: jnp.asarray(a[:3]), self.data.examples))
+        noise = 0.01 * np.random.default_rng(0).normal(size=2**16)
+        near = jax.tree.map(lambda a: a + np.resize(noise, a.shape).astype(a.dtype), self._initial(0))
+        few = jax.tree.map(lambda a: np.asarray(a[:3]), self.data.examples)
+        once, twice, each = _compiled_losses(self.loss)(near, few)
         return float(once), float(twice), np.asarray(each)
+
+    def _initial(self, seed: int) -> Any:
+        """The model's initial params, in NumPy."""
+        key = jax.random.fold_in(jax.random.key(seed), 0)
+        return jax.tree.map(np.asarray, _compiled_init(self.init)(key))
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
@@ -101,7 +100,7 @@ class Problem:
             came, room = f"{size / 2**30:,.1f} GiB", f"{machine.host_memory() / 2**30:,.1f} GiB"
             fix = "Use a smaller model: a round needs memory for several copies of it."
             raise refused("init(key)", f"at most a quarter of this machine's {room}", came, fix)
-        params = jax.tree.map(np.asarray, jax.jit(self.init)(jax.random.fold_in(jax.random.key(seed), 0)))
+        params = self._initial(seed)
         flat, unravel = ravel_pytree(params)
         x = np.asarray(flat)
         if not np.isfinite(x).all():
@@ -180,7 +179,7 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
-    return Problem(model.init, _hashable(model.loss), _hashable(metrics), data, test)
+    return Problem(_hashable(model.init), _hashable(model.loss), _hashable(metrics), data, test)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -217,7 +216,7 @@ def quadratics(A: Any, b: Any) -> Problem:
             "Use (A + A.swapaxes(1, 2)) / 2, which gives the same f_i.",
         )
     d = b.shape[1]
-    return Problem(lambda key: jnp.zeros(d), _quadratic_loss, None, FederatedData((A, b), np.ones(len(b), int)))
+    return Problem(_zeros(d), _quadratic_loss, None, FederatedData((A, b), np.ones(len(b), int)))
 
 
 def lower_bound(G: float, mu: float = 1.0) -> Problem:
@@ -238,6 +237,24 @@ def lower_bound(G: float, mu: float = 1.0) -> Problem:
     non_negative("G", G)
     positive("mu", mu)
     return quadratics(A=[[[2 * mu]], [[0.0]]], b=[[G], [-G]])
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.jit(init)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_losses(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+    """`(params, batch) -> loss of the batch, of the batch repeated, of each example`."""
+
+    @jax.jit
+    def losses(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
+        each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
+        return loss(params, batch), loss(params, twice), each
+
+    return losses
 
 
 def _hashable(function: Any) -> Any:
@@ -276,6 +293,11 @@ def _checked_test(test: Any, examples: Any) -> Any:
             row = int(np.flatnonzero(~np.isfinite(leaf.reshape(len(leaf), -1)).all(axis=1))[0])
             raise InvalidInput(f"test has NaN or infinity, first in row {row}. Drop or impute such values.")
     return test
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(d: int) -> Callable[[Any], Any]:
+    return lambda key: jnp.zeros(d)
 
 
 def _quadratic_loss(x: Any, batch: Any) -> Any:

@@ -116,7 +116,7 @@ class Checkpoints:
             self._clean_up(path)
             return Saved(number, arrays)
         if paths:
-            raise CovaryError(f"Every checkpoint in {self.folder} is damaged. Start a new run in another folder.")
+            raise Damaged(f"Every checkpoint in {self.folder} is damaged. Start a new run in another folder.")
         return None
 
     def clients(self, like: list[np.ndarray]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:

@@ -176,6 +176,7 @@ def loop(
     between them but the end of each loop.
     """
     every, end = program.eval_every, jnp.minimum(until, first + program.chunk)
+    step = jax.jit(step, static_argnums=0, inline=True)  # so that it is traced once for its shapes and for the loop
 
     def going_on(until: Any) -> Callable[[Any], Any]:
         return lambda carry: (carry[0] < until) & jnp.any(~carry[1].control.reached & ~carry[1].control.diverged)
@@ -193,7 +194,7 @@ def loop(
         carry = jax.lax.while_loop(going_on(jnp.minimum(due - 1, end)), body(False), carry)
         return jax.lax.while_loop(going_on(jnp.minimum(due, end)), body(True), carry)
 
-    shapes = jax.eval_shape(functools.partial(step, True), state, key, first + 1, world)[1]
+    shapes = jax.eval_shape(functools.partial(step, True), state, key, jnp.asarray(first) + 1, world)[1]
     empty = jax.tree.map(lambda s: jnp.zeros((program.chunk, *s.shape), s.dtype), shapes)
     start = (jnp.asarray(first), state, empty)
     _, state, records = jax.lax.while_loop(going_on(end), body(True) if every == 1 else to_the_next_measured, start)

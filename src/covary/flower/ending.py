@@ -13,7 +13,7 @@ from pathlib import Path
 
 from covary.errors import CovaryError
 from covary.flower.log import log
-from covary.runs.files import File, content_of, replace
+from covary.runs.files import Damaged, File, content_of, replace
 
 NAME = "outcome.json"
 
@@ -56,7 +56,7 @@ def outcome(checkpoint: str | Path) -> Outcome:
     except (FileNotFoundError, NotADirectoryError):
         raise CovaryError(f"No run was started in {folder}. Give the server's checkpoint folder.") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CovaryError(f"{folder / NAME} is damaged ({error!r}). Remove it and resume the run.") from None
+        raise Damaged(f"{folder / NAME} is damaged ({error!r}). Remove it and resume the run.") from None
     found = File(folder / "ledger").read()
     done = 0 if found is None else int(found[1]["round"])
     if state == "running" and not _is_held(folder):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.flower.fingerprint import form_of_params
 from covary.runs.files import File
 
@@ -27,11 +27,11 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
     >>> from covary.flower import load_model
     >>> load_model(cv.models.logistic_regression(64, 10), "/no/such/folder")
     Traceback (most recent call last):
-    covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
+    covary.errors.InvalidInput: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
     """
     found = File(Path(checkpoint) / "ledger").read()
     if found is None:
-        raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
+        raise InvalidInput(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
     arrays, facts = found
     x, trained = arrays["server.x"], facts["settings"]["model"]
 

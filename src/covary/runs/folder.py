@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from covary.errors import CovaryError
-from covary.runs.files import content_of, held, refuse_links, replace
+from covary.runs.files import Damaged, content_of, held, refuse_links, replace
 
 LARGEST = 2**30  # bytes of a results file
 
@@ -97,7 +97,7 @@ class RunFolder:
             then = json.loads(content_of(self._settings, 2**20))
             apart = [name for name in {**then, **settings} if then.get(name) != settings.get(name)]
         except (ValueError, TypeError, RecursionError) as error:
-            raise CovaryError(f"{self._settings} is damaged ({error}). Start again in another folder.") from None
+            raise Damaged(f"{self._settings} is damaged ({error}). Start again in another folder.") from None
         if apart:
             changes = "; ".join(f"{name} was {then.get(name)} and is {settings.get(name)}" for name in apart)
             raise CovaryError(
@@ -126,9 +126,9 @@ class RunFolder:
         try:
             found = json.loads(content_of(path, 2**24))
         except (ValueError, RecursionError) as error:
-            raise CovaryError(f"{path} is damaged ({error}). Start again in another folder.") from None
+            raise Damaged(f"{path} is damaged ({error}). Start again in another folder.") from None
         if not isinstance(found, dict):
-            raise CovaryError(f"{path} has unexpected contents. Start again in another folder.")
+            raise Damaged(f"{path} has unexpected contents. Start again in another folder.")
         return found
 
     def close(self) -> None:
@@ -157,9 +157,9 @@ class RunFolder:
             lines = content_of(self.results, LARGEST).decode().split("\n")[:-1]
             records = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
-            raise CovaryError(f"{self.results} is damaged ({error}). Start again in another folder.") from None
+            raise Damaged(f"{self.results} is damaged ({error}). Start again in another folder.") from None
         if not all(isinstance(record, dict) for record in records):
-            raise CovaryError(f"{self.results} has unexpected contents. Start again in another folder.")
+            raise Damaged(f"{self.results} has unexpected contents. Start again in another folder.")
         if not records:
             raise CovaryError(f"{self.results} is empty. Start again in another folder.")
         return records

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from covary.errors import CovaryError, refused
+from covary.runs.files import Damaged
 
 
 class RowFile:
@@ -42,7 +43,7 @@ class RowFile:
         while view:
             got = os.preadv(self._file, [view], at)
             if got == 0:
-                raise CovaryError(f"{self._path} is truncated: it ends before row {first}. Write it again.")
+                raise Damaged(f"{self._path} is truncated: it ends before row {first}. Write it again.")
             view, at = view[got:], at + got
 
     def write(self, places: np.ndarray, rows: np.ndarray) -> None:
