@@ -19,7 +19,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-IN_TEST = ("all at once", "eight devices", "disk store on three devices")
+IN_TEST = ("all at once", "disk store on three devices")
 
 
 @pytest.fixture(params=[pytest.param(mode, marks=() if mode in IN_TEST else pytest.mark.nightly) for mode in MODES])

@@ -22,7 +22,7 @@ import covary as cv
 from covary._engine.checkpoint import CheckpointWarning
 from covary.cli import app
 
-COUNT = int(os.environ.get("COVARY_CONFIGURATIONS", "300"))
+COUNT = int(os.environ.get("COVARY_CONFIGURATIONS", "120"))
 SEED = int(os.environ.get("COVARY_SEED", "0"))
 RAN: list[Path] = []
 HANGS = 900  # seconds that no small run takes, however busy the machine

@@ -25,11 +25,7 @@ from covary.runs import machine
 
 SIZES = [12, 8, 9, 15, 7, 11, 10]
 TRAINING = {"clients_per_round": 5, "local_steps": 4, "batch_size": 4}
-ALGORITHMS = [
-    cv.scaffold(eta_l=0.1),
-    cv.scaffold(eta_l=0.1, option="I"),
-    cv.dane(eta_l=0.1),
-]
+ALGORITHMS = [cv.scaffold(eta_l=0.1), cv.dane(eta_l=0.1)]
 
 
 def arrays(run):
@@ -60,7 +56,7 @@ def test_every_mode_gives_the_same_numbers(algorithm):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eight devices", "disk store on three devices"])
 def test_a_warm_start_a_target_and_a_divergence_end_alike_in_every_mode(mode):
     problem = small_logistic(SIZES)
     for settings in ({"warm_start": True}, {"target": ("loss", 0.8)}, {"weights": "examples", "eval_every": 5}):
@@ -118,22 +114,22 @@ def test_two_processes_on_loopback_give_the_numbers_of_one(tmp_path):
 
 def test_the_loss_in_parts_is_the_loss(monkeypatch):
     problem = small_logistic(SIZES)
-    for weights in ("examples", "uniform"):
+    for weights, parts in (("examples", ((10, 3),)), ("uniform", ((10, 1), (10, 3)))):
         losses = []
-        for at_once, count in ((10**6, 1), (10, 1), (10, 3)):
+        for at_once, count in ((10**6, 1), *parts):
             compiled.cache_clear()  # the number is no part of a program's name
             monkeypatch.setattr("covary._engine.evaluate.EVALUATED_AT_ONCE", at_once)
             run = cv.simulate(cv.fedavg(0.1), problem, 3, **TRAINING, devices=count, weights=weights)
             losses.append(run.history["loss"])
         compiled.cache_clear()
-        np.testing.assert_allclose(losses[1], losses[0], rtol=1e-12)
-        np.testing.assert_allclose(losses[2], losses[0], rtol=1e-11)
+        for cut in losses[1:]:
+            np.testing.assert_allclose(cut, losses[0], rtol=1e-11)
 
 
 @pytest.mark.parametrize(("N", "S"), [(50, 10), (5000, 20), (5000, 200)])
 def test_cohorts_are_uniform_and_without_repetition(N, S):
     key = np.asarray(jax.random.key_data(jax.random.key(3)))
-    cohorts = np.asarray(compiled_sample(N, S)(key, np.arange(2000)))
+    cohorts = np.asarray(compiled_sample(N, S)(key, np.arange(500)))
     assert (np.diff(cohorts, axis=1) > 0).all()
     assert cohorts.min() >= 0
     assert cohorts.max() < N
@@ -141,7 +137,7 @@ def test_cohorts_are_uniform_and_without_repetition(N, S):
     np.testing.assert_allclose(tenths, 0.1, atol=5 * np.sqrt(0.09 / cohorts.size))
     # The spread of a cohort's mean is that of sampling without replacement.
     expected = (N**2 - 1) / 12 / S * (N - S) / (N - 1)
-    np.testing.assert_allclose(cohorts.mean(axis=1).var(), expected, rtol=0.15)
+    np.testing.assert_allclose(cohorts.mean(axis=1).var(), expected, rtol=0.3)
 
 
 @pytest.mark.parametrize(("N", "S", "seed"), [(4097, 64, 15), (5041, 71, 3)])  # client 1 is drawn with seed 15
@@ -245,7 +241,7 @@ def folder(tmp_path):
     return tmp_path / "data", memory
 
 
-@pytest.mark.parametrize("mode", [{}, {"devices": 3}, {"store": "disk"}, {"weights": "examples"}])
+@pytest.mark.parametrize("mode", [{"devices": 3}, {"store": "disk", "weights": "examples"}])
 def test_streamed_data_gives_the_same_run(folder, mode):
     path, memory = folder
     model = cv.models.logistic_regression(3, 3)
@@ -348,8 +344,7 @@ def test_a_loss_that_mixes_examples_is_not_cut_into_parts():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda g: g * g**2 + abs(g) - 1 / (2 + g * g) + +g,
-        lambda g: (g @ g) * g,
+        lambda g: (g @ g) * g**2 + abs(g) - 1 / (2 + g * g) + +g,
         lambda g: jax.numpy.sign(g) * g.sum(),
         lambda g: np.linspace(1, 2, 12) * g,
     ],

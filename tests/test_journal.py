@@ -504,7 +504,7 @@ def test_a_merge_is_the_weighted_mean_of_those_that_replied(algorithm, kind, wei
 # All of them together
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(st.lists(st.integers(0, 59), max_size=120))
 def test_any_schedule_of_faults_leaves_c_the_mean_of_its_clients(choices):
     world = World(choices)

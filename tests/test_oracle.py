@@ -2,7 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers import client_gradients, one_file_example, plain_server, random_quadratics, small_logistic
+from helpers import (
+    client_gradients,
+    one_file_example,
+    plain_server,
+    quadratic_gradients,
+    random_quadratics,
+    small_logistic,
+)
 
 import covary as cv
 
@@ -20,7 +27,7 @@ def test_scaffold_equals_algorithm_1_line_by_line(kind, option):
     if kind == "quadratics":
         A, b = random_quadratics(N)
         problem = cv.quadratics(A, b)
-        grads = [lambda y, A=A, b=b: A @ y + b for A, b in zip(A, b, strict=True)]
+        grads = quadratic_gradients(A, b)
         x0 = np.arange(5.0)
     else:
         problem = small_logistic([4, 6, 5, 9, 4, 7, 8])  # ragged
@@ -51,7 +58,7 @@ def test_scaffold_equals_algorithm_1_line_by_line(kind, option):
 )
 def test_the_same_functions_in_plain_numpy_give_the_same_run(algorithm):
     A, b = random_quadratics(N)
-    grads = [lambda y, A=A, b=b: A @ y + b for A, b in zip(A, b, strict=True)]
+    grads = quadratic_gradients(A, b)
     cohort = None if algorithm.lockstep else S
     run = cv.simulate(algorithm, cv.quadratics(A, b), 12, clients_per_round=cohort, local_steps=K, x0=np.ones(5))
     server, clients = plain_server(algorithm, grads, np.ones(5), run.history["cohort"], K, equal=True)
@@ -63,7 +70,7 @@ def test_the_same_functions_in_plain_numpy_give_the_same_run(algorithm):
 
 def test_sending_only_dy_changes_nothing_but_the_traffic():
     A, b = random_quadratics(N)
-    grads = [lambda y, A=A, b=b: A @ y + b for A, b in zip(A, b, strict=True)]
+    grads = quadratic_gradients(A, b)
     cohorts = np.array([[0, 2, 5], [1, 2, 3], [4, 5, 6]])
     short, _ = plain_server(cv.scaffold(0.1), grads, np.ones(5), cohorts, K, equal=True)
     long, _ = plain_server(cv.scaffold(0.1), grads, np.ones(5), cohorts, K, equal=False)

@@ -17,7 +17,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import DATA, HANGS, ROOT, client_gradients, optimum, plain_server, random_quadratics
+from helpers import DATA, HANGS, ROOT, optimum, plain_server, quadratic_gradients, random_quadratics
 
 import covary as cv
 
@@ -123,8 +123,9 @@ def test_the_added_algorithm_reduces_to_scaffold_and_to_fedavg():
 def test_the_added_algorithm_runs_as_it_is_written():
     algorithm = smoothed()(0.1, rho=0.3)
     run = on_quadratics(algorithm, 15, clients_per_round=3)
-    grads = client_gradients(QUADRATICS)
-    server, clients = plain_server(algorithm, grads, np.zeros(4), run.history["cohort"], K=5, equal=True)
+    server, clients = plain_server(
+        algorithm, quadratic_gradients(A, b), np.zeros(4), run.history["cohort"], K=5, equal=True
+    )
     np.testing.assert_allclose(run.x, server.x, atol=1e-10)
     np.testing.assert_allclose(run.server.c, server.c, atol=1e-10)
     np.testing.assert_allclose(run.clients.c_i, [client.c_i for client in clients], atol=1e-10)
