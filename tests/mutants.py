@@ -115,15 +115,15 @@ TARGETS = (
 EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
     "src/covary/algorithms/dane.py": {
         (
-            'return Algorithm("dane", lambda x: Server(x, 0 * x), stateless, (gradient_trip("g"), solve))',
+            'return Algorithm("dane", lambda x: Server(x, 0 * x), stateless, (gradient_exchange("g"), solve))',
             "0  ->  1",
-        ): "the first trip sets g before it is read",
+        ): "the first exchange sets g before it is read",
     },
     "src/covary/algorithms/mime.py": {
         (
-            'return Algorithm("mime", lambda x: Server(x, 0 * x), stateless, (gradient_trip("c"), correct))',
+            'return Algorithm("mime", lambda x: Server(x, 0 * x), stateless, (gradient_exchange("c"), correct))',
             "0  ->  1",
-        ): "the first trip sets c before it is read",
+        ): "the first exchange sets c before it is read",
     },
     "src/covary/algorithms/vrl_sgd.py": {
         (

@@ -132,8 +132,8 @@ def test_a_clients_work_is_the_same_in_the_engine_and_in_a_plain_loop(algorithm)
     def grad_of_step(k):
         return lambda y: A[1] @ y + k
 
-    for trip in (*algorithm.exchanges, *algorithm.trips(3), *filter(None, [algorithm.warm_start])):
-        given = trip, trip.broadcast(server), client, full_grad
+    for exchange in (*algorithm.exchanges, *algorithm.trips(3), *filter(None, [algorithm.warm_start])):
+        given = exchange, exchange.broadcast(server), client, full_grad
         one = client_loop(*given, [grad_of_step(0)])
         some = client_loop(*given, [grad_of_step(k) for k in range(3)])
         if hasattr(some[0], "dc"):  # what is sent is the change of what is kept

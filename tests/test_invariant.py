@@ -52,9 +52,9 @@ def test_a_wrong_control_update_stops_the_run():
     from dataclasses import replace
 
     right = cv.scaffold(0.1)
-    (trip,) = right.exchanges
-    wrong_trip = replace(trip, aggregate=lambda server, mean, fraction: trip.aggregate(server, mean, 1.0))
-    wrong = replace(right, exchanges=(wrong_trip,), with_equal_steps=None, recipe=None)
+    (exchange,) = right.exchanges
+    wrong_exchange = replace(exchange, aggregate=lambda server, mean, fraction: exchange.aggregate(server, mean, 1.0))
+    wrong = replace(right, exchanges=(wrong_exchange,), with_equal_steps=None, recipe=None)
     with pytest.raises(BrokenInvariant, match="away from the mean of the clients' c_i"):
         cv.simulate(wrong, small_logistic([5, 5, 5, 5]), rounds=3, clients_per_round=2, local_steps=2)
 

@@ -487,13 +487,13 @@ def test_what_another_covary_wrote_is_refused():
     ids=str,
 )
 def test_a_merge_is_the_weighted_mean_of_those_that_replied(algorithm, kind, weights):
-    trip, rng = algorithm.exchanges[-1], np.random.default_rng(0)
+    exchange, rng = algorithm.exchanges[-1], np.random.default_rng(0)
     server = algorithm.init_server(np.ones(D, np.float32))
     ups = {name: kind(*rng.normal(size=(len(kind._fields), D)).astype(np.float32)) for name in "ac"}
     replies = {name: Reply("token", up, {"mean": up.dy}, 0.0) for name, up in ups.items()}
-    merged = merge(trip, server, replies, {"a": 0.5, "b": 0.3, "c": 0.2})
+    merged = merge(exchange, server, replies, {"a": 0.5, "b": 0.3, "c": 0.2})
     mean = kind(*(weights[0] * a + weights[1] * c for a, c in zip(ups["a"], ups["c"], strict=True)))
-    expected = arrays_of(trip.aggregate(server, mean, 2 / 3))
+    expected = arrays_of(exchange.aggregate(server, mean, 2 / 3))
     expected["buffers.mean"] = (0.75 * ups["a"].dy + 0.3 * ups["c"].dy) / 1.05
     assert merged.keys() == expected.keys()
     for name, array in merged.items():
@@ -541,9 +541,9 @@ def never_stale(self, order, start):
     return ClientJournal.__dict__["honest_begin"](self, order, start)
 
 
-def over_all_asked(trip, replied_to, replies, p):
+def over_all_asked(exchange, replied_to, replies, p):
     """A server that takes the fraction of all members, though only some replied."""
-    new = honest.merge(trip, replied_to, replies, p)
+    new = honest.merge(exchange, replied_to, replies, p)
     mean = np.mean([reply.up.dc for reply in replies.values()], axis=0)
     return new | {"server.c": replied_to.c + mean}
 

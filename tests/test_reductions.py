@@ -39,13 +39,13 @@ def same(first, second):
 
 def test_scaffold_with_controls_held_at_zero_is_fedavg():
     scaffold = cv.scaffold(0.1)
-    (trip,) = scaffold.exchanges
+    (exchange,) = scaffold.exchanges
 
     def hold(local, down, client, full_grad, K):
-        up, _ = trip.finish(local, down, client, full_grad, K)
+        up, _ = exchange.finish(local, down, client, full_grad, K)
         return Up(up.dy, 0 * up.dc), Client(0 * client.c_i)
 
-    held = replace(scaffold, exchanges=(replace(trip, finish=hold),), with_equal_steps=None, recipe=None)
+    held = replace(scaffold, exchanges=(replace(exchange, finish=hold),), with_equal_steps=None, recipe=None)
     problem = small_logistic([6, 9, 7, 8])
     settings = {"clients_per_round": 2, "batch_size": 3, "local_steps": 7}
     same(run(held, problem, **settings), run(cv.fedavg(0.1), problem, **settings))
@@ -94,9 +94,9 @@ def test_option_2_keeps_the_mean_of_the_raw_gradients():
         return seen[-1]
 
     algorithm = cv.scaffold(0.03)
-    (trip,) = algorithm.exchanges
+    (exchange,) = algorithm.exchanges
     server = algorithm.init_server(np.ones(4))._replace(c=rng.normal(size=4))
-    _, client, _ = client_loop(trip, trip.broadcast(server), Client(rng.normal(size=4)), noisy, [noisy] * 8)
+    _, client, _ = client_loop(exchange, exchange.broadcast(server), Client(rng.normal(size=4)), noisy, [noisy] * 8)
     np.testing.assert_allclose(client.c_i, np.mean(seen, axis=0), rtol=1e-12)
 
 

@@ -154,12 +154,12 @@ def test_weights_of_few_clients_sum_to_one_where_they_follow_one_direction(algor
     server, client = algorithm.init_server(np.zeros(2)), algorithm.init_client(np.zeros(2))
     for cohort in run.history["cohort"]:
         w = sizes[cohort] / 8 * 3 / 2  # N / |S| times p_i
-        for number, trip in enumerate(algorithm.exchanges):
+        for number, exchange in enumerate(algorithm.exchanges):
             grads = [lambda y, i=i: A[i] @ y + b[i] for i in cohort]
-            ups = [client_loop(trip, trip.broadcast(server), client, grad, [grad] * 2)[0] for grad in grads]
+            ups = [client_loop(exchange, exchange.broadcast(server), client, grad, [grad] * 2)[0] for grad in grads]
             v = w / w.sum() if number == 1 else w
             (field,) = zip(*ups, strict=True)
-            server = trip.aggregate(server, type(ups[0])(v @ np.array(field)), 2 / 3)
+            server = exchange.aggregate(server, type(ups[0])(v @ np.array(field)), 2 / 3)
     np.testing.assert_allclose(run.x, server.x, rtol=1e-11)
 
 
@@ -328,8 +328,8 @@ def test_a_state_that_overflows_beside_a_finite_model_is_divergence_too():
     def aggregate(server, mean, fraction):
         return Server(server.x + mean.dy, 1e200 * server.m)
 
-    trip = replace(cv.fedavg(0.1).exchanges[0], aggregate=aggregate)
-    growing = replace(cv.fedavg(0.1), exchanges=(trip,), init_server=lambda x: Server(x, 0 * x + 1), recipe=None)
+    exchange = replace(cv.fedavg(0.1).exchanges[0], aggregate=aggregate)
+    growing = replace(cv.fedavg(0.1), exchanges=(exchange,), init_server=lambda x: Server(x, 0 * x + 1), recipe=None)
     with pytest.warns(cv.DivergenceWarning, match="round 2:"):
         run = cv.simulate(growing, PROBLEM, 5, local_steps=1)
     assert np.isfinite(run.server.m).all()

@@ -53,8 +53,8 @@ class Sweep:
         A point that diverged with some seed comes after all that did not.
 
         >>> import covary as cv
-        >>> grid, goal = {"eta_l": [0.1, 0.3]}, ("loss", 1e-6)
-        >>> tried = cv.sweep(cv.sgd, cv.lower_bound(G=1), grid, rounds=50, target=goal, x0=1.0)
+        >>> grid, target = {"eta_l": [0.1, 0.3]}, ("loss", 1e-6)
+        >>> tried = cv.sweep(cv.sgd, cv.lower_bound(G=1), grid, rounds=50, target=target, x0=1.0)
         >>> tried.points[tried.best()], tried.mean_rounds().tolist()
         ({'eta_l': 0.3}, [inf, 19.0])
         """

@@ -32,8 +32,8 @@ class Resident(Simulation):
                 self.state, record = warm(numbers, self.state, self.key, before + 1, cohort, job.world)
                 self.history.add(one_row(record, cohort, job.plan), self.done - before, *self.traffic[True])
                 continue
-            goal = min(until, before + self.pace.rounds())
-            self.state, rows = compiled(program)(numbers, self.state, self.key, goal, self.rounds, job.world)
+            end = min(until, before + self.pace.rounds())
+            self.state, rows = compiled(program)(numbers, self.state, self.key, end, self.rounds, job.world)
             rows, after = jax.device_get((rows, self.state.control.round))  # at once: each copy has to be waited for
             self.history.add(rows, int(after) - before, *self.traffic[False])
             if self.watch.due:

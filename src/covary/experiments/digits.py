@@ -45,7 +45,7 @@ def compare(
         whole = attempt(case, problem, budget, [cell.eta_l], budget.rounds, None, log, own, measure_loss=True)
         curves = {name: curve[0] for name, curve in whole.curves.items()}
         accuracy = curves["accuracy"]
-        goal = Target("accuracy", 1.0, target)
-        first = [goal.first_met(curve) for curve in accuracy]
+        met = Target("accuracy", 1.0, target).first_met
+        first = [met(curve) for curve in accuracy]
         rounds, best = [None if r is None else r + 1 for r in first], np.nanmax(accuracy, axis=1).tolist()
         yield replace(cell, rounds=rounds, accuracy=best), curves
