@@ -40,8 +40,9 @@ def outcome(kind: str, folder: str | None) -> dict[str, np.ndarray]:
 
 def compared(folder: str) -> str:
     """The command as a user gives it, with two cells of its table; all it finds, but for the seconds it took."""
-    cells = [Case(algorithm, 0.0) for algorithm in ("sgd", "scaffold")]
-    with mock.patch.multiple(digits, SIMILARITIES=(0.0,), CASES=cells):
+    compared = ("sgd", "scaffold")
+    cells = [Case(algorithm, 0.0) for algorithm in compared]
+    with mock.patch.multiple(digits, SIMILARITIES=(0.0,), COMPARED=compared, CASES=cells):
         done = CliRunner().invoke(app, ["compare", "--rounds", "10", "--seeds", "2", "--checkpoint", folder])
     assert done.exit_code == 0, (done.output, done.exception)
     lines = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
