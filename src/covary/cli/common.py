@@ -42,7 +42,7 @@ Batch = Annotated[
     ),
 ]
 Hidden = Annotated[int, typer.Option(help="Hidden units of a 2-layer network; 0 for logistic regression.")]
-WarmStart = Annotated[bool, typer.Option("--warm-start", help="Set c_i = g_i(x^0) before round 1 (scaffold).")]
+WarmStart = Annotated[bool, typer.Option("--warm-start", help="First set every c_i to g_i(x^0) (scaffold).")]
 Weights = Annotated[str, typer.Option(help="Client weights: uniform or examples.")]
 Target = Annotated[float | None, typer.Option(help="Stop at this test accuracy.")]
 Out = Annotated[Path, typer.Option(help="Parent of the new run folder.")]

@@ -33,7 +33,7 @@ def new_app(
 
 
 def node(
-    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of the SuperLink.")],
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address of the SuperLink's gate.")],
     root_certificates: Annotated[Path, typer.Option(metavar="FILE", help="The CA certificate, ca.crt.")],
     key: Annotated[Path, typer.Option(metavar="FILE", help="This node's private key.")],
     state: Annotated[Path, typer.Option(metavar="DIR", help="The folder for this node's control variate.")],
@@ -91,7 +91,7 @@ def status(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show whether a deployed run is complete. Exit code 0: all rounds done; 1: stopped early; 3: still running.
+    """Show whether a deployed run is complete. Exit code 0: complete; 1: stopped early; 3: still running.
 
     Example: covary status checkpoint
     """

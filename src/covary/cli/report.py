@@ -22,7 +22,7 @@ def report(
     ] = None,
     target: Annotated[float | None, typer.Option(help="Count rounds to this test accuracy.")] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the report on this machine and update it while the runs go on.")
+        bool, typer.Option("--serve", help="Serve the report on this machine and update it as the runs progress.")
     ] = False,
     port: Annotated[int, typer.Option(help="The port for --serve; 0 picks a free one.")] = 0,
     show: Open = False,
