@@ -81,10 +81,10 @@ def idx(shape, data=None, magic=None):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "cut short or not a gzip file"),
-        (b"not gzip at all", "cut short or not a gzip file"),
-        (idx((3, 2, 2))[:-12], "cut short or not a gzip file"),
-        (idx((3, 2, 2), data=[1] * 11), "cut short.*1 bytes are missing"),
+        (b"", "truncated or not a gzip file"),
+        (b"not gzip at all", "truncated or not a gzip file"),
+        (idx((3, 2, 2))[:-12], "truncated or not a gzip file"),
+        (idx((3, 2, 2), data=[1] * 11), "truncated.*1 bytes are missing"),
         (idx((3, 2, 2), data=[1] * 13), "longer than its header declares"),
         (idx((3,)), "is not a file of images: it holds labels; the files may be swapped"),
         (idx((3, 2, 2), magic=0x1234), "it starts with 0x00001234, not 0x00000803"),

@@ -55,7 +55,7 @@ def test_a_diagnosis_is_plain_values_for_json(digits_found):
 def test_same_seed_same_diagnosis():
     problem = small_logistic([25] * 10)
     first, second = (cv.diagnose(problem, clients_per_round=0.2, batch_size=0.2, **quick) for _ in range(2))
-    assert not any("Stale controls" in text for text in first.warnings)
+    assert not any("Stale control variates" in text for text in first.warnings)
     assert json.dumps(first.as_dict(), default=float) == json.dumps(second.as_dict(), default=float)
 
 
@@ -76,7 +76,7 @@ def test_identical_clients_need_no_scaffold():
 def test_rarely_seen_clients_are_warned_of():
     A, b = random_quadratics(N=40, d=3)
     d = cv.diagnose(cv.quadratics(A, b), rounds=20, clients_per_round=2, **quick)
-    assert any("Stale controls" in text and "visit a client 1 times" in text for text in d.warnings)
+    assert any("Stale control variates" in text and "visit a client 1 times" in text for text in d.warnings)
 
 
 def test_a_settled_K_is_kept():

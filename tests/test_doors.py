@@ -437,7 +437,7 @@ def test_buffers_are_screened_too_and_no_variance_is_negative(tmp_path, capsys):
         apps[i] = (torch_client_app(network(), loss, own, state=tmp_path / f"state{i}"), {"partition-id": i})
     run = deploy(tmp_path, LoopbackGrid(apps, spoil), cv.scaffold(0.1), 3, network)
     assert run.history["cohort"].tolist() == [[2, 3, 4]] * 3
-    assert "it has a variance below zero" in capsys.readouterr().out
+    assert "its upload has a variance below zero" in capsys.readouterr().out
 
 
 def test_drift_is_no_target():
@@ -508,7 +508,7 @@ def test_one_nodes_word_does_not_end_a_run(tmp_path, capsys):
     run = deploy(tmp_path, grid, cv.scaffold(0.1), 3, eval_every=1, target="accuracy >= 0.99")
     assert run.reached is None
     assert run.history["accuracy"][-1] > 0.99  # the mean believes it
-    assert "but 1 of the 4 nodes measured it" in capsys.readouterr().out
+    assert "but only 1 of the 4 nodes meet it" in capsys.readouterr().out
     assert [value for _, value in run.history["by_node"][-1]["accuracy"]].count(1.0) == 1
 
 

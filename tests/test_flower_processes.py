@@ -79,7 +79,7 @@ def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
     assert (before.epoch, before.members) == (0, 3)
     assert before.round >= 1
 
-    for name, told in (("stranger", "does not admit"), ("doubter", "does not vouch for the certificate")):
+    for name, told in (("stranger", "does not admit"), ("doubter", "cannot verify the certificate")):
         assert here.wait(name, HANGS) != 0
         assert told in here.log(name)
         assert not list(here.state(name).glob("*/journal"))

@@ -356,7 +356,7 @@ def test_the_tolerance_is_flowers():
 def test_each_way_not_to_reach_a_gate_has_its_own_reason(folder, tmp_path):
     make_certificates(tmp_path)
     ca = folder / "ca.crt"
-    with Server(folder, a_gate) as server, pytest.raises(CovaryError, match="does not vouch for the certificate"):
+    with Server(folder, a_gate) as server, pytest.raises(CovaryError, match="cannot verify the certificate"):
         check_gate(server.address, tmp_path / "ca.crt")
     with pytest.raises(CovaryError, match="Nothing listens at"):
         check_gate(f"127.0.0.1:{free_port()}", ca)

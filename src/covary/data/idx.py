@@ -48,7 +48,7 @@ def read_idx(path: Path, kind: str, fix: str, official: Mapping[str, Official] |
             if file.read(1):
                 raise InvalidInput(f"{path} is longer than its header declares ({shape}). {fix}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InvalidInput(f"{path} is cut short or not a gzip file ({error}). {fix}") from None
+        raise InvalidInput(f"{path} is truncated or not a gzip file ({error}). {fix}") from None
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 

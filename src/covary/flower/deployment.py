@@ -31,7 +31,8 @@ class Deployment:
             fix = "Leave it out, or use scaffold."
             raise refused("clients_per_round", f"None: {algorithm.name} needs every client every round", came, fix)
         if settings.warm_start and algorithm.warm_start is None:
-            raise refused("warm_start", "False", "True", f"{algorithm.name} has no controls that a gradient can set.")
+            fix = f"{algorithm.name} has no control variates that a gradient can set."
+            raise refused("warm_start", "False", "True", fix)
         self.ledger = open_ledger(folder, algorithm, settings, self.start)
 
     # What the ledger's arrays are

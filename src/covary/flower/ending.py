@@ -75,7 +75,7 @@ def ending(folder: Path, rounds: int) -> Iterator[Callable[[str, str], None]]:
         yield lambda state, why: _write(folder, state, rounds, why)
     except BaseException as error:
         asked = isinstance(error, (KeyboardInterrupt, SystemExit))
-        why = "It was asked to stop." if asked else str(error) or type(error).__name__
+        why = "The server was asked to stop." if asked else str(error) or type(error).__name__
         _write(folder, "stopped", rounds, why)
         note = f"covary: stopped: {outcome(folder).rounds_done} of {rounds} rounds are done."
         log.error("%s %s", note, why)

@@ -33,10 +33,10 @@ class Measurements:
         """Take in what one node reports; refused unless it has the right form."""
         tested, found = whole("tested", facts.get("tested"), 1), facts.get("values")
         if not isinstance(found, dict) or len(found) > MOST_METRICS:
-            raise CovaryError(f"what it measured must be up to {MOST_METRICS} numbers by their names")
+            raise CovaryError(f"its measurements must be a dict of at most {MOST_METRICS} numbers")
         for metric, value in found.items():
             if not is_metric(metric, value):
-                log.warning("%s: a metric that is not a finite number, or has no proper name, is ignored.", name)
+                log.warning("%s: a metric is ignored: its name is invalid, or it is not a finite number.", name)
                 continue
             weight = p if metric == "loss" else float(tested)
             self.by_node.setdefault(metric, []).append((number, value))

@@ -51,10 +51,10 @@ def collect(run: Deployment, members: Membership, exchange: Exchange, task: Task
 def checked(run: Deployment, message: Message, facts: dict[str, Any], token: str, like: Any) -> Reply:
     """The reply in a message, refused unless it answers this order with vectors of the right form."""
     if facts.get("token") != token:
-        raise CovaryError(f"its token is {str(facts.get('token'))[:40]!r}, which it was not given")
+        raise CovaryError(f"its token {str(facts.get('token'))[:40]!r} is not the one in its order")
     up = type(like)(**vectors_of(message, "up", like._asdict(), run.settings.largest))
     buffers = vectors_of(message, "buffers", run.buffers, run.settings.largest)
     if any(name.endswith("running_var") and (array < 0).any() for name, array in buffers.items()):
-        raise CovaryError("it has a variance below zero")
+        raise CovaryError("its upload has a variance below zero")
     drift = facts.get("drift")
     return Reply(token, up, buffers, drift if isinstance(drift, float) else math.nan)

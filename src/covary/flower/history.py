@@ -109,8 +109,8 @@ class Record:
         agree = sum(target.met(report) for _, report in reports)
         if 2 * agree > row["evaluated"]:
             return True
-        nodes = f"{agree} of the {row['evaluated']} nodes"
-        log.warning(f"The mean {name} meets the target, but {nodes} measured it: more than half of them must.")
+        nodes = f"only {agree} of the {row['evaluated']} nodes"
+        log.warning(f"The mean {name} meets the target, but {nodes} meet it. More than half must.")
         return False
 
     def _rows_so_far(self) -> list[dict[str, Any]]:

@@ -205,7 +205,7 @@ class Federation:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             if self.processes[name].poll() is not None or time.monotonic() > deadline:
-                raise CovaryError(f"{name} did not come up. Its log: {self.log(name)[-2000:]}")
+                raise CovaryError(f"{name} did not start. Its log: {self.log(name)[-2000:]}")
             time.sleep(0.1)
 
 

@@ -98,7 +98,7 @@ class Membership:
         if self.run.algorithm.lockstep and settings.forget_after is not None and online and absent:
             self.new_epoch(f"{', '.join(absent)} did not come back", absent)
             return
-        refused = f" {len(self.waiting)} were asked and not let in: see the log above." if self.waiting else ""
+        refused = f" {len(self.waiting)} nodes were asked but not admitted: see the log above." if self.waiting else ""
         raise CovaryError(
             f"{len(online)} nodes are online after {settings.patience:g} s, and {needed} are needed.{refused} Check "
             "that the nodes are running and registered. The rounds that were counted are saved: start again with "
@@ -164,7 +164,7 @@ class Membership:
         weights = run.weights()
         heaviest = max(weights, key=lambda name: weights[name])
         if run.settings.by_examples and len(weights) > 1 and weights[heaviest] > 0.5:
-            log.warning("%s weighs %.0f%%, by its own count of examples.", heaviest, 100 * weights[heaviest])
+            log.warning("%s has %.0f%% of the weight, by its own count of examples.", heaviest, 100 * weights[heaviest])
 
     def _mass(self, members: Mapping[str, Member]) -> float:
         """What the weights of members sum to before they are normalised."""
@@ -182,7 +182,7 @@ class Membership:
         for name in out:  # it would cost everybody's controls again and again
             self.waiting[name] = Wait(math.inf, math.inf)
             log.warning("%s has lost its state more than %d times and is not asked again.", name, LOSSES)
-        self.new_epoch(f"control variates were lost by {', '.join(lost)}", out)
+        self.new_epoch(f"{', '.join(lost)} lost control variates", out)
 
     def count_absences(self, online: Iterable[str]) -> None:
         """Note which members were online in a round. It is written down when the round is counted."""

@@ -34,7 +34,7 @@ FAILURES = {
     ),
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "its reply has expired. Raise round_timeout if it needs more time",
     ErrorCode.NODE_UNAVAILABLE: "the SuperLink no longer hears from the node. Check that it is running and connected",
-    ErrorCode.MOD_FAILED_PRECONDITION: "a Flower mod of its client app refused the message. Remove the mod",
+    ErrorCode.MOD_FAILED_PRECONDITION: "a Flower mod of its client app rejected the message. Remove the mod",
     ErrorCode.INVALID_FAB: (
         "the node could not verify the app's signature. Start it without --trusted-entities, and approve the app with "
         "`covary node --app`"

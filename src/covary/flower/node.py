@@ -79,7 +79,7 @@ class Node:
 def run_node(node: Node) -> int:
     """Run a node. Returns 0 when it was asked to stop, and 1 when it ended by itself."""
     if sys.platform != "linux":
-        raise CovaryError("covary node needs Linux, whose means it uses to keep out other apps. Run it on Linux.")
+        raise CovaryError("covary node needs Linux: it blocks other apps with Linux system calls. Run it on Linux.")
     asked: list[int] = []
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda number, frame: asked.append(number))
@@ -134,7 +134,7 @@ def check_key(path: Path) -> None:
     try:
         key = load_ssh_private_key(content, None)
     except Exception as error:  # of many kinds
-        raise CovaryError(f"{path} is not a private key that Flower reads: {error}. {MAKE_KEY}") from None
+        raise CovaryError(f"{path} is not a private key that Flower can read: {error}. {MAKE_KEY}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise CovaryError(f"{path} is not an elliptic curve key. {MAKE_KEY}")
 
@@ -218,7 +218,7 @@ def check_gate(superlink: str, ca: Path) -> Answer:
         raise CovaryError(_unreachable(superlink, ca, error)) from None
     if open_door:
         what = "has no gate: whoever reaches it can run programs on its nodes"
-        raise CovaryError(f"{superlink} {what}. Ask its operator for the gate of covary's deploy folder.")
+        raise CovaryError(f"{superlink} {what}. Ask its operator to run the gate of the app's deploy folder.")
     up = answer.status_code == 200
     if not up and answer.status_code not in (502, 503, 504):
         what = f"is not the gate of a SuperLink: it answers /health with {answer.status_code}"
@@ -236,12 +236,12 @@ def compare_clocks(now: float, date: str) -> str:
     >>> compare_clocks(1e9 + 60, "Sun, 09 Sep 2001 01:46:40 GMT")
     Traceback (most recent call last):
     covary.errors.CovaryError: This clock is 60 s ahead: it says 01:47:40 and the gate says 01:46:40 (UTC). Flower \
-refuses nodes that are 5 s ahead or 300 s behind. Set this clock: timedatectl set-ntp true.
+rejects nodes that are 5 s ahead or 300 s behind. Set this clock: timedatectl set-ntp true.
     """
     try:
         theirs = parsedate_to_datetime(date)
     except ValueError:
-        return "It sends no date, so the clocks are not compared."
+        return "It sends no date, so covary cannot compare the clocks."
     ours = datetime.fromtimestamp(now, UTC)
     apart = (ours - theirs - timedelta(seconds=0.5)).total_seconds()  # the header has whole seconds, cut off
     if abs(apart) <= WARN:
@@ -250,7 +250,7 @@ refuses nodes that are 5 s ahead or 300 s behind. Set this clock: timedatectl se
     text += f": it says {ours:%H:%M:%S} and the gate says {theirs:%H:%M:%S} (UTC)."
     if -BEHIND < apart < AHEAD:
         return f"Warning: {text} {SET_CLOCK}"
-    raise CovaryError(f"{text} Flower refuses nodes that are {AHEAD:.0f} s ahead or {BEHIND:.0f} s behind. {SET_CLOCK}")
+    raise CovaryError(f"{text} Flower rejects nodes that are {AHEAD:.0f} s ahead or {BEHIND:.0f} s behind. {SET_CLOCK}")
 
 
 def _unreachable(superlink: str, ca: Path, error: BaseException) -> str:
@@ -259,7 +259,7 @@ def _unreachable(superlink: str, ca: Path, error: BaseException) -> str:
         causes.append(cause)
     for each in causes:
         if isinstance(each, ssl.SSLCertVerificationError):
-            return f"{ca} does not vouch for the certificate of {superlink}: {each.verify_message}. {ASK_CERTIFICATE}"
+            return f"{ca} cannot verify the certificate of {superlink}: {each.verify_message}. {ASK_CERTIFICATE}"
         if isinstance(each, ssl.SSLError):
             return f"{superlink} does not speak TLS ({each.reason}). Check --superlink: give the gate's port."
         if isinstance(each, socket.gaierror):
@@ -301,7 +301,7 @@ def approve(apps: Sequence[Path], home: Path) -> dict[Path, str]:
     from flwr.cli.install import install_from_fab
 
     if not apps:
-        raise CovaryError("No app may run here. Name those that may: --app my-hospital")
+        raise CovaryError("No app may run here. Name the apps that may run: --app my-hospital")
     shutil.rmtree(_writable(home / "apps"), ignore_errors=True)
     approved = {}
     for app in apps:

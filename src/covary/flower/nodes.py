@@ -40,7 +40,7 @@ def checked_privacy(clip: float | None, noise: float, evaluate: bool | None) -> 
     non_negative("noise", noise)
     if clip is None:
         if noise:
-            raise refused("clip", "a norm where there is noise", None, "Noise is a multiple of it. Try clip=1.0.")
+            raise refused("clip", "set if noise is", None, "The noise is a multiple of clip. Try clip=1.0.")
         return Privacy(evaluate=evaluate is not False)
     positive("clip", clip)
     return Privacy(float(clip), float(noise), bool(evaluate))

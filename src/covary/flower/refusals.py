@@ -130,7 +130,7 @@ def refusal(error: BaseException) -> dict[str, Any]:
     """What a node sends in place of a result; the error itself goes to the node's own log."""
     reference = secrets.token_hex(4)
     if isinstance(error, Refused):
-        log.warning("Order refused (reference %s). %s: %s", reference, type(error).__name__, error)
+        log.warning("Order rejected (reference %s). %s: %s", reference, type(error).__name__, error)
     else:
         log.error("Order failed (reference %s).", reference, exc_info=error)
     facts = error.facts if isinstance(error, Refused) else {}

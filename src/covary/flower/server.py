@@ -124,15 +124,15 @@ class Server:
         if self.members.stale >= set(online):
             raise CovaryError(
                 f"All nodes have followed orders newer than this checkpoint's ({settings.checkpoint}, round {round}): "
-                "it is an old copy, or another server is at work. Use the newest checkpoint, or start a new run in "
+                "it is an old copy, or another server is running. Use the newest checkpoint, or start a new run in "
                 "another folder."
             )
         if seconds > settings.patience:
             raise CovaryError(
                 f"No round could be finished for {settings.patience:g} s; the last was round {round}. The log above "
-                "has what each node reported. Uploads refused for their numbers mean that eta_l is too large; for "
-                "uploads left out, see screen. The rounds that were counted are saved: when the cause is gone, start "
-                "again with resume=true."
+                "has what each node reported. If uploads were rejected for their numbers, eta_l is too large; if "
+                "uploads were left out, see screen. The rounds that were counted are saved: when the cause is gone, "
+                "start again with resume=true."
             )
 
     def _result(self, reached: bool, diverged: bool) -> Run:
@@ -266,7 +266,8 @@ class Server:
     def _abandon(self, this: Round, replies: int) -> None:
         """Count nothing of an exchange; the round is tried again from its first one."""
         asked = len(this.cohort)
-        log.warning("Round %d: %d of %d nodes replied, too few. It is tried again.", this.number, replies, asked)
+        text = "Round %d: %d of %d nodes replied, which is too few. The round starts again."
+        log.warning(text, this.number, replies, asked)
         if self.ledger.exchanges_done:
             self.ledger.count({}, self.ledger.arrays, exchanges_done=0, cohort=[])
 

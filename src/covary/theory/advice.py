@@ -238,9 +238,9 @@ def cautions(e: Evidence) -> list[str]:
     visits = e.rounds * e.S / e.N
     if visits < VISITS:
         found.append(
-            f"Stale controls: with {e.S} of {e.N} clients per round, {e.rounds} rounds visit a client {visits:.2g} "
-            "times, so most control variates are old or still 0 and SCAFFOLD gains little. Use more clients per round "
-            "or more rounds, or mime, which needs no state on clients."
+            f"Stale control variates: with {e.S} of {e.N} clients per round, {e.rounds} rounds visit a client "
+            f"{visits:.2g} times, so most control variates are old or still 0 and SCAFFOLD gains little. Use more "
+            "clients per round or more rounds, or mime, which needs no state on clients."
         )
     G2, noise = last.gradients.G.value**2, last.sigma.value**2 / K
     if noise > G2:

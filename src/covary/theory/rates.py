@@ -64,7 +64,7 @@ class Setting:
             non_negative(name, getattr(self, name))
         if self.mu > self.beta or (self.mu > 0 and not self.convex):
             fix = "A strongly convex f is convex, and its mu is at most beta."
-            raise refused("mu", f"at most beta = {self.beta:g}, and 0 unless convex", self.mu, fix)
+            raise refused("mu", f"at most beta = {self.beta:g}, and 0 if f is not convex", self.mu, fix)
         if not self.B >= 1:
             raise refused("B", "a number of at least 1", self.B, "With a smaller B, A1 cannot hold at large gradients.")
         whole("N", self.N, 1)
@@ -359,7 +359,7 @@ def _lower_bound_holds(s: Setting) -> None:
         raise refused("mu", "above 0 for Theorem II", s.mu, "It is stated for strongly convex f.")
     if s.K < 2 or s.eta_g != 1:
         came = f"K = {s.K} and eta_g = {s.eta_g:g}"
-        raise refused("K and eta_g", "at least 2, and 1, for Theorem II", came, "One local step is SGD.")
+        raise refused("K", "at least 2, and eta_g must be 1, for Theorem II", came, "One local step is SGD.")
 
 
 def _everyone(s: Setting) -> None:
