@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
 def of_algorithm(name: str, also: str = "") -> Target:
     path = f"src/covary/algorithms/{name}.py"
-    which = f"-k '({name}{also} or in_the_table or defaults or hyper or plain_loop) and not eight and not disk'"
+    which = f"-k '({name}{also} or in_the_table or defaults or hyper or plain_loop) and not devices and not disk'"
     first = f"tests/test_equations.py tests/test_oracle.py tests/test_contract.py tests/test_bad_input.py {which}"
     return Target(path, (), first, f"{path} tests/test_simulate.py tests/test_reductions.py {which}")
 
