@@ -87,8 +87,8 @@ TARGETS = (
         "src/covary/_engine/cohort.py",
         COHORT,
         "tests/test_engine.py tests/test_equations.py -k 'floyd or own_choice or fedavg or mime or feddyn'",
-        "tests/test_engine.py tests/test_simulate.py"
-        " -k 'every_mode or cohorts or streamed_data_gives or (weights and few) or drift or start_visits'",
+        "tests/test_engine.py tests/test_simulate.py tests/test_plain.py -k 'every_mode or cohorts"
+        " or streamed_data_gives or (weights and few) or drift or start_visits or numbers_of_the'",
     ),
     Target(
         "src/covary/_engine/plan.py",
@@ -136,12 +136,31 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
             "return (moved, total), None",
             "return ((moved, total), None)  ->  pass",
         ): "the statement after it then chooses the new state in every step",
+        ("return 3 * y", "3  ->  4"): "the gradient of a dry run is made up",
     },
     "src/covary/_engine/cohort.py": {
         (
             "return jnp.arange(N)",
             "return jnp.arange(N)  ->  pass",
         ): "a choice of N of N clients, sorted, is all of them too, only slower",
+        ("S = len(cohort.ids)", "cohort.ids  ->  cohort.at"): "both have one entry per client",
+        (
+            "if width >= len(ids):",
+            "width >= len(ids)  ->  width > len(ids)",
+        ): "JAX's map takes all clients in one batch too",
+        (
+            "return jax.vmap(work)(ids, at, slots, rows)",
+            "return jax.vmap(work)(ids, at, slots, rows)  ->  pass",
+        ): "JAX's map takes all clients in one batch too",
+        (
+            "at_once = None if width == 1 else width",
+            "width == 1  ->  width != 1",
+        ): "the width changes the speed, not the numbers",
+        ("at_once = None if width == 1 else width", "1  ->  2"): "the width changes the speed, not the numbers",
+        (
+            "return jax.lax.dynamic_slice_in_dim(padded(place, values, 0), first, each)",
+            "0  ->  1",
+        ): "what stands in a padded place is replaced by 0",
         (
             "return jnp.sort(jax.lax.fori_loop(0, S, draw, jnp.full(S, -1, jnp.arange(1).dtype)))",
             "1  ->  2",
@@ -158,6 +177,12 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
             "at = padded(place, cohort, -1) - jax.lax.axis_index(AXIS) * n_kept",
             "1  ->  2",
         ): "no device has a client with a negative number",
+    },
+    "src/covary/_engine/plan.py": {
+        (
+            "return j * batch, high - (high > size) * (high - size)  # the smaller of the two",
+            "high > size  ->  high >= size",
+        ): "both are 0 where high is the size",
     },
     "src/covary/flower/journal.py": {
         (
@@ -182,6 +207,10 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
         ): "each is divided by the sum",
     },
     "src/covary/flower/merge.py": {
+        (
+            "total = sum(w * np.asarray(array, np.float64) for w, array in zip(weights, arrays, strict=True))",
+            "True  ->  False",
+        ): "there is one weight for each upload",
         (
             "typed = type(server)(*(np.asarray(a, old.dtype) for a, old in zip(new, server, strict=True)))",
             "True  ->  False",

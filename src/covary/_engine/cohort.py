@@ -55,7 +55,8 @@ def exchange_all(
     rows: Any,
     cohort: Cohort,
     bind: Bind,
-    measured: bool = True,
+    *,
+    measured: bool,
 ) -> tuple[Any, Any, Any]:
     """All exchanges of one round: the new server state, this device's new client states, the drift over the cohort."""
     S = len(cohort.ids)
@@ -98,7 +99,8 @@ def each_client(width: int, work: Callable[..., Any], ids: Any, at: Any, rows: A
     slots = jnp.arange(len(ids))  # where streamed data lies on this device
     if width >= len(ids):
         return jax.vmap(work)(ids, at, slots, rows)
-    return jax.lax.map(lambda one: work(*one), (ids, at, slots, rows), batch_size=None if width == 1 else width)
+    at_once = None if width == 1 else width
+    return jax.lax.map(lambda one: work(*one), (ids, at, slots, rows), batch_size=at_once)
 
 
 # The cohort over several devices

@@ -167,7 +167,8 @@ def _cohort_at_work(place: Place, S: int, local: LocalProgram, algorithm: Algori
 
         everyone = jnp.arange(S)
         cohort = Cohort(everyone, everyone, jnp.full(S, 1 / S), 1.0)
-        return exchange_all(place, rebuild(recipe, numbers).trips(plan.steps), server, rows, cohort, bind)[:2]
+        exchanges = rebuild(recipe, numbers).trips(plan.steps)
+        return exchange_all(place, exchanges, server, rows, cohort, bind, measured=False)[:2]
 
     if len(place.devices) == 1:
         return jax.jit(run)

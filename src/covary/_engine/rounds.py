@@ -262,7 +262,7 @@ def exchanged(
     at = ids if program.resident else jnp.arange(len(ids))
     cohort = Cohort(ids, at, world.roster.p[at], len(ids) / program.plan.n_clients)
     bind = bound_to_data(program, world, key, measured)
-    return exchange_all(program.place, exchanges, state.server, rows, cohort, bind, measured)
+    return exchange_all(program.place, exchanges, state.server, rows, cohort, bind, measured=measured)
 
 
 def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
