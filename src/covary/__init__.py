@@ -1,4 +1,4 @@
-"""covary: federated learning that does not drift. SCAFFOLD and its family, right and fast."""
+"""covary: federated learning without client drift, with SCAFFOLD and related algorithms."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__ = [
     "write_report",
 ]
 
-# Each name's room, which is imported when the name is first used: importing covary imports no JAX.
+# The module of each name, imported when the name is first used, so that `import covary` does not import JAX.
 _ROOMS = {
     "algorithm": ("Algorithm", "Exchange"),
     "algorithms": ("dane", "fedavg", "feddyn", "fedprox", "mime", "scaffold", "sgd", "vrl_sgd"),
@@ -75,7 +75,7 @@ _MODULES |= {name: f"covary.{name}" for name in ("models", "plain", "theory", "t
 
 
 class _Package(ModuleType):
-    """The package, in which `simulate` and `sweep` are the functions, also once the rooms of that name are imported."""
+    """The package. Its `simulate` and `sweep` stay the functions when the modules of these names are imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _MODULES:

@@ -1,6 +1,6 @@
 """The contract: what an algorithm is, and nothing about how it is run.
 
-Everything an algorithm touches is a flat vector in R^d. Its state, its messages and its uploads are NamedTuples of
+Everything an algorithm touches is a flat vector in R^d. Its states, downloads and uploads are NamedTuples of
 vectors, so that a field's name (`x`, `c`, `dy`, `dc`, `c_i`) is its name in the paper, in the client store and on the
 wire. Its functions use arithmetic operators only (zeros are `0 * x`), so that one file runs on JAX, NumPy and PyTorch.
 """
@@ -20,13 +20,13 @@ Gradient = Callable[[Any], Any]
 
 
 class Broadcast(Protocol):
-    """What the server sends to every client of the cohort, made of its state."""
+    """The download to every client of the cohort, from the server's state."""
 
     def __call__(self, server: Any, /) -> Any: ...
 
 
 class Start(Protocol):
-    """The local state before the first step, made of the server's message and the client's state."""
+    """The local state before the first step, from the download and the client's state."""
 
     def __call__(self, down: Any, client: Any, full_grad: Gradient, /) -> Any: ...
 
@@ -57,7 +57,7 @@ class Init(Protocol):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One message down to the sampled clients and one upload back: all that crosses the wire.
+    """One download to the sampled clients and one upload back: all that crosses the wire.
 
     `down` has a field `x`, and `local` a field `y` where the client moves a local model. Without a `step` the clients
     take no local steps in this exchange. `aggregate` sees only the mean of the uploads, which makes every algorithm
@@ -69,7 +69,7 @@ class Exchange:
     finish: Finish
     aggregate: Aggregate
     step: Step | None = None
-    together: bool = False  # all follow a direction that this round's cohort formed: their weights then sum to one
+    together: bool = False  # clients follow one direction that the cohort formed, so weights sum to one
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Algorithm:
     init_server: Init  # its first field is x
     init_client: Init  # possibly without fields
     exchanges: tuple[Exchange, ...]
-    # The same exchanges with less on the wire, for when every client takes the same number K of steps.
+    # The same exchanges with smaller uploads, if every client takes the same number K of steps.
     with_equal_steps: Callable[[int], tuple[Exchange, ...]] | None = None
     warm_start: Exchange | None = None  # sets each client's control variate from its gradient at x^0
     invariant: tuple[str, str] | None = None  # (server field, client field): the first is always the mean of the second
     lockstep: bool = False  # needs every client in every round, all with the same K
-    # Filled in by `factory`: the numbers it was called with, and how to build it again with others.
+    # Set by `factory`: the numbers it was called with, and how to rebuild the algorithm with others.
     numbers: Mapping[str, Any] = field(default_factory=dict, compare=False)
     recipe: tuple[Callable[..., Algorithm], tuple[tuple[str, Any], ...]] | None = None
 
@@ -106,7 +106,7 @@ P = ParamSpec("P")
 def factory(**checks: Callable[[str, Any], None]) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
     """Mark a function as an algorithm factory and name the check for each of its numbers.
 
-    Numbers are checked when the factory is called, and kept with the way to build the algorithm again. The engine
+    The factory checks its numbers, and stores them with a way to rebuild the algorithm. The engine
     passes them to its compiled program as arguments, so another step-size needs no new compilation.
     """
 

@@ -55,7 +55,7 @@ def non_negative(name: str, value: Any) -> None:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether JAX stands in for a number that is not known yet. Nothing can be, before JAX is imported."""
+    """Whether the value is a JAX tracer, a number that is not known yet. Before JAX is imported there are none."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 

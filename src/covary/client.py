@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from covary.algorithm import Exchange, Gradient
 
 Guard = Callable[[Any, int], Any]
-"""(vector, which) -> what may leave the client in its place, clipped and with noise, say. Which: 0 for a change of the
-model, 1 for a gradient; the same call gives the same answer."""
+"""(vector, which) -> the vector that may leave the client instead, for example clipped and with noise. `which` is 0 for
+a change of the model and 1 for a gradient. The same call gives the same vector."""
 
 
 def client_work(
@@ -100,9 +100,9 @@ def client_loop(
 
 
 def dry_run(exchange: Exchange, server: Any, client: Any) -> tuple[Any, Any, Any]:
-    """What goes down and up in an exchange, and the client's new state, with two steps along a made-up gradient.
+    """An exchange's download and upload, and the client's new state, with two steps along a made-up gradient.
 
-    For the form of the messages, and for what an algorithm computes; states may be traced.
+    They show the form of the messages and what an algorithm computes. States may be traced.
 
     >>> import numpy as np, covary as cv
     >>> algorithm, x = cv.scaffold(eta_l=0.5), np.zeros(3)
@@ -124,7 +124,7 @@ def dry_work(exchange: Exchange, down: Any, client: Any) -> tuple[Any, Any]:
 
 
 def _outgoing(local: Any, down: Any, full_grad: Gradient, guard: Guard | None) -> tuple[Any, Gradient]:
-    """What `finish` makes the upload and the new state of, past the guard."""
+    """The local state and the gradient that `finish` gets, after the guard."""
     if guard is None:
         return local, full_grad
     if hasattr(local, "y"):

@@ -14,7 +14,7 @@ class InvalidInput(CovaryError, ValueError):
 
 
 class Corrupted(CovaryError):
-    """What covary wrote or computed is no longer what it was: a damaged file, or a broken invariant."""
+    """A file that covary wrote is damaged, or an invariant is violated."""
 
 
 class DivergenceWarning(UserWarning):

@@ -73,7 +73,7 @@ def one_round(
     p: np.ndarray,
     r: int,
 ) -> tuple[Any, list[Any], float]:
-    """Round r: every exchange goes down to the cohort and back up. Returns the new states, and the cohort's drift."""
+    """Round r: every exchange with the cohort. Returns the new states, and the cohort's drift."""
     cohort, states, drift = list(cohort), list(states), 0.0
     fraction = len(cohort) / len(clients)
     for number, exchange in enumerate(exchanges, start=1):

@@ -118,7 +118,7 @@ def simulate(
         store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder. The default
             is the first of these with enough room.
         devices: the number of devices that share the cohort. The default is as many as make the round faster.
-        width: the number of clients that a device works on at the same time. The default is what is fastest.
+        width: the number of clients that a device computes at once. The default is the fastest.
         precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU. States, sums and
             evaluation keep their precision.
         checkpoint: a folder for checkpoints, saved every `checkpoint_every` rounds and at the end: the server's state,
@@ -156,21 +156,21 @@ def simulate(
     whole("checkpoint_every", checkpoint_every, 1)
     where = {"store": store, "devices": devices, "width": width}
     if flag("debug", debug):
-        _refuse_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
+        _reject_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
     job = prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)
     run = _debugged(job, log) if debug else _result(_simulated(job, log, store, checkpoint, checkpoint_every))
     _warn_of_divergence(run)
     return run
 
 
-def _refuse_engine_options(problem: Problem, **given: Any) -> None:
-    """Refuse what has no meaning for the plain server."""
+def _reject_engine_options(problem: Problem, **given: Any) -> None:
+    """Reject options that the plain server does not support."""
     if isinstance(problem, Problem) and problem.data.streamed:
         raise InvalidInput("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
     for name, value in given.items():
         if value is not None:
             fix = "debug=True runs plain Python on one core, in memory and without checkpoints."
-            raise refused(name, "None where debug=True", repr(value), fix)
+            raise refused(name, "None with debug=True", repr(value), fix)
 
 
 def _debugged(job: Job, log: Log | None) -> Run:

@@ -42,7 +42,7 @@ class Sweep:
         return np.mean(np.reshape(reached, (len(self.points), len(self.seeds))), axis=1)
 
     def _way(self, metric: str) -> float:
-        """+1 or -1: the way a metric is to go, as the target says or else by its name."""
+        """+1 if a metric should rise, -1 if it should fall: by the target, else by its name."""
         target = target_of(self.target)
         return target.direction if target is not None and target.metric == metric else direction_of(metric)
 
@@ -187,7 +187,7 @@ def sweep(
     ]
     quality = job.program.evaluation.names
     if measure_loss and len(quality) > 1 and (target is None or target[0] != "loss"):
-        quality = tuple(name for name in quality if name != "loss")  # recorded, but not what is wanted
+        quality = tuple(name for name in quality if name != "loss")  # recorded, but not requested
     return Sweep(points, seeds, table, members.curves, quality, target)
 
 

@@ -1,4 +1,4 @@
-"""Targets: the metric, the value, and whether it is to rise or to fall. One rule says when a target is met."""
+"""Targets: a metric, a direction and a value. One rule decides when a target is met."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def target_of(wanted: Any, metrics: Sequence[str] | None = None) -> Target | Non
 
 
 def _parts(wanted: Any) -> tuple[str, str | None, float] | None:
-    """The name, the comparison if there is one, and the value; None if this is no target."""
+    """The name, the comparison if there is one, and the value; None if it is not a target."""
     if isinstance(wanted, str):
         found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)?\s*([-+.\deE]+)\s*", wanted)
         try:

@@ -1,4 +1,4 @@
-"""Trackers send the metrics of each round to TensorBoard, MLflow or Weights & Biases while a run goes on.
+"""Trackers send the metrics of each round to TensorBoard, MLflow or Weights & Biases during a run.
 
 Each function opens one run there and returns a `Tracker`, which `simulate(log=...)` takes. A package is imported only
 when its function is called.

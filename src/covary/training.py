@@ -90,11 +90,11 @@ class Training:
 
     @property
     def decay(self) -> float:
-        """Of the weights w_r in the running average; 1 is the uniform mean."""
+        """The decay of the weights w_r in the running average; 1 is the uniform mean."""
         return 1 - float(self.average) if isinstance(self.average, float) else 1.0
 
     def facts(self) -> dict[str, Any]:
-        """The settings for JSON, in one form for one meaning. A checkpoint is compared with them."""
+        """The settings for JSON. Settings with the same meaning have the same form, so checkpoints can be compared."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
         if self.local_steps is None and self.local_epochs is None:
@@ -103,7 +103,7 @@ class Training:
 
 
 def check_clients_per_round(value: Any) -> None:
-    """Refuse what is neither a number of clients nor a fraction of them."""
+    """Reject a value that is neither a number nor a fraction of clients."""
     if value is None or _is_fraction(value) or (_is_whole(value) and value >= 1):
         return
     allowed = "a number of clients of at least 1, a fraction in (0, 1), or None for all"
@@ -111,7 +111,7 @@ def check_clients_per_round(value: Any) -> None:
 
 
 def check_batch_size(value: Any) -> None:
-    """Refuse what is neither a number of examples nor a fraction of them."""
+    """Reject a value that is neither a number nor a fraction of examples."""
     if value is None or _is_fraction(value) or (_is_whole(value) and value >= 1):
         return
     allowed = "a number of examples of at least 1, a fraction in (0, 1), or None for full batches"

@@ -34,7 +34,7 @@ OF_JAX = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_ma
 SEGMENT_BYTES = 2**28  # of client states in one file
 NAMES = re.compile(r"round-[0-9]{9,}\.safetensors")
 SEGMENTS = re.compile(r"clients-[0-9]{9,}-[0-9]+")  # .safetensors
-HEADER = 2**24  # most bytes of a file besides its arrays
+HEADER = 2**24  # the most bytes of a file besides its arrays
 MOST_ROWS = 2  # in the segments, for each client: beyond it, all states are rewritten
 MOST_SEGMENTS = 1000  # beyond it, too
 
@@ -76,7 +76,7 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder that no other process may use meanwhile.
+    """The checkpoints of one run, in a folder that no other process may use at the same time.
 
     `shared_bytes` is the most that is saved besides the clients, `row_bytes` the size of one client's states.
     """
@@ -91,7 +91,7 @@ class Checkpoints:
         self.run = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
     def newest(self) -> Saved | None:
-        """The newest intact checkpoint, or None if there is none. A checkpoint of another run is refused."""
+        """The newest intact checkpoint, or None if there is none. A checkpoint of another run is rejected."""
         paths = self._rounds()
         for path in paths:
             try:
@@ -99,7 +99,7 @@ class Checkpoints:
                 if content is None:
                     raise Damaged(f"{path} is missing.")
                 arrays, facts = content
-                self._refuse_another_run(facts, path)
+                self._reject_another_run(facts, path)
                 segments: Any = facts.get("segments")
                 number = facts.get("round")
                 if not _segments(segments) or not isinstance(number, int) or path.name != _name(number):
@@ -198,7 +198,7 @@ class Checkpoints:
             if path.name != name and SEGMENTS.fullmatch(name) and name not in needed:
                 _remove(path)
 
-    def _refuse_another_run(self, facts: dict[str, Any], path: Path) -> None:
+    def _reject_another_run(self, facts: dict[str, Any], path: Path) -> None:
         if facts.get("format") != FORMAT:
             raise refused(
                 "checkpoint",
@@ -238,7 +238,7 @@ def state_arrays(state: State) -> dict[str, np.ndarray]:
 
 
 def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
-    """The state of another with what was saved."""
+    """The saved state, which must have the form of `like`."""
     for name, own in state_arrays(like).items():
         saved = arrays.get(name)
         counts = saved is not None and saved.dtype.kind == own.dtype.kind == "i"  # of any width
@@ -255,7 +255,7 @@ def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
 def opened(
     folder: str | Path, about: dict[str, Any], n_clients: int, shared_bytes: int, row_bytes: int
 ) -> Iterator[Checkpoints]:
-    """The checkpoints of a folder, which no other process may use meanwhile."""
+    """The checkpoints of a folder, which no other process may use at the same time."""
     if jax.process_count() > 1:
         fix = "Leave it out: each host holds only a part of the states."
         raise refused("checkpoint", "None when several hosts run together", repr(str(folder)), fix)
@@ -278,16 +278,16 @@ def run_to_end(run: Resumable, checkpoints: Checkpoints, every: int) -> None:
         run.restore(saved.arrays, checkpoints.clients)
     with interruptions() as interruption:
         while not run.ended:
-            run.advance(min(run.rounds, run.done + every - run.done % every), interruption.heard)
+            run.advance(min(run.rounds, run.done + every - run.done % every), interruption.requested)
             number, changed, all_changed = run.changes()
             checkpoints.save(number, run.arrays(), changed, run.rows, all_changed)
             interruption.stop(checkpoints.folder, number)
 
 
 def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is, for JSON: a checkpoint is resumed only by a run with the same fingerprint.
+    """The fingerprint of a run, for JSON: only a run with the same fingerprint resumes its checkpoint.
 
-    How it is run (devices, width, store) is not part of it: a run can be resumed on another machine.
+    Devices, width and store are not part of it, so a run can be resumed on another machine.
     """
     problem, starts = job.problem, np.stack(job.starts)
     about: dict[str, Any] = {"algorithm": ", ".join(map(str, algorithms))}
@@ -303,7 +303,7 @@ def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str
 
 
 def _code(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray) -> str:
-    """What an algorithm computes, as XLA sees it, so that a changed algorithm of one's own is noticed."""
+    """What an algorithm computes, as XLA text: it shows whether a user's own algorithm has changed."""
 
     def round_of_one(server: Any, client: Any) -> Any:
         for exchange in (*exchanges, *([algorithm.warm_start] if algorithm.warm_start else [])):
@@ -320,7 +320,7 @@ def _hash(text: str) -> str:
 
 
 def _hash_of_arrays(*trees: Any, streamed: bool = False) -> str:
-    """A fingerprint of arrays; of streamed ones by their ends, as reading all could take longer than the run."""
+    """A fingerprint of arrays. It reads only the ends of streamed ones: the rest could take longer than the run."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(trees):
         digest.update(f"{leaf.dtype} {leaf.shape} ".encode())
@@ -334,20 +334,20 @@ def _name(round: int) -> str:
 
 
 def _segments(names: Any) -> bool:
-    """Whether these are different names of files of clients' states."""
+    """Whether these are distinct names of files with client states."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return False
     return len(set(names)) == len(names) and all(SEGMENTS.fullmatch(name) for name in names)
 
 
 def _drafts(folder: Path) -> list[Path]:
-    """Files of ours that were not finished."""
+    """covary's own unfinished files."""
     ours = (re.compile(pattern.pattern + r"(\.safetensors)?\.draft") for pattern in (NAMES, SEGMENTS))
     return [path for pattern in ours for path in folder.iterdir() if pattern.fullmatch(path.name)]
 
 
 def _remove(path: Path) -> None:
-    """Remove a file; one that cannot be stays, as no checkpoint needs it."""
+    """Remove a file if possible; no checkpoint needs it."""
     with contextlib.suppress(OSError):
         path.unlink()
 

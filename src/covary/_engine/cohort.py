@@ -1,4 +1,4 @@
-"""A round's cohort: drawn, brought to the devices, at work, and its uploads summed."""
+"""A round's cohort: its draw, its states, its clients' work, and the sum of its uploads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from covary.algorithm import Exchange
 def sample(key: Any, N: int, S: int) -> Any:
     """S of N clients: uniform, without replacement, in ascending order, in time that depends on S alone for large N.
 
-    Of many clients, by R. Floyd's method: the k-th draw is from the first N - S + k; one that was drawn before is
-    replaced by the last of these, which cannot have been.
+    For many clients this is R. Floyd's method: the k-th draw is from the first N - S + k. A client that was drawn
+    before is replaced by the last of these, which cannot have been drawn yet.
     """
     if N == S:
         return jnp.arange(N)
@@ -139,13 +139,13 @@ def put(program: Program, clients: Any, cohort: Any, rows: Any) -> Any:
 
 
 def owned(place: Place, cohort: Any, n_kept: int) -> tuple[Any, Any]:
-    """Where the cohort's clients are among the `n_kept` whose states this device keeps, and which are at all."""
+    """The cohort's positions among the `n_kept` clients whose states this device keeps, and whether each is there."""
     at = padded(place, cohort, -1) - jax.lax.axis_index(AXIS) * n_kept
     return at, (at >= 0) & (at < n_kept)
 
 
 def padded(place: Place, values: Any, filler: int) -> Any:
-    """One value per client of the cohort, lengthened so that every device has as many."""
+    """One value per client of the cohort, padded so that every device has the same number."""
     return jnp.pad(values, (0, -len(values) % len(place.devices)), constant_values=filler)
 
 
@@ -160,7 +160,7 @@ def share(place: Place, values: Any) -> Any:
 
 
 def real_share(place: Place, S: int) -> Any:
-    """Which clients of this device's part are no padding; None where all are."""
+    """Which entries of this device's part are clients, not padding; None if all are."""
     devices = len(place.devices)
     if S % devices == 0:
         return None
@@ -169,7 +169,7 @@ def real_share(place: Place, S: int) -> Any:
 
 
 def total(place: Place, weights: Any, values: Any, real: Any) -> Any:
-    """The weighted sum over the cohort, wherever its clients are."""
+    """The weighted sum over the cohort, on all devices."""
     if real is not None:
         values = where(real, values, 0)
     here = jnp.tensordot(weights, values, 1)
@@ -177,5 +177,5 @@ def total(place: Place, weights: Any, values: Any, real: Any) -> Any:
 
 
 def where(chosen: Any, rows: Any, other: Any) -> Any:
-    """The rows that are chosen, and the other in place of the rest."""
+    """The chosen rows, with `other` in place of the rest."""
     return jnp.where(chosen.reshape(-1, *[1] * (rows.ndim - 1)), rows, other)

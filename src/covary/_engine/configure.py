@@ -11,16 +11,16 @@ from pathlib import Path
 
 from covary.runs.machine import cores
 
-KEPT_AFTER = 0.2  # seconds that a program takes to compile, from which on it is kept between processes
+KEPT_AFTER = 0.2  # seconds; programs that take longer to compile are cached for other processes
 
 
 def configure() -> None:
-    """Let JAX use every core and keep its programs, where the user has not said otherwise.
+    """Let JAX use every core and cache its programs, unless the user has set this otherwise.
 
-    XLA runs a CPU device's programs one after the other, and spreads a small matrix product badly over cores: one
-    device a core, each with its own clients, is the faster way. Called when covary is imported, because JAX fixes both
-    when it first computes. Where JAX is not imported yet, it reads its defaults from the environment later. A user's
-    own settings, by environment or by `jax.config`, stand.
+    XLA runs the programs of a CPU device one after the other, and parallelises a small matrix product badly. One device
+    per core, each with its own clients, is faster. This runs when covary is imported, because JAX fixes both settings
+    when it first computes. If JAX is not imported yet, it reads them from the environment later. The user's own
+    settings, in the environment or in `jax.config`, take precedence.
     """
     folder = cache_folder()
     by_flags = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
@@ -43,7 +43,7 @@ def configure() -> None:
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """A folder of the user's for what is costly to find out, kept apart by processor; None where it cannot be made."""
+    """The user's cache folder for this kind of processor; None if it cannot be created."""
     with contextlib.suppress(OSError):
         about = os.uname().machine if hasattr(os, "uname") else ""
         if Path("/proc/cpuinfo").is_file():

@@ -1,4 +1,4 @@
-"""The machine's devices: which there are, and how arrays are shared out over them."""
+"""The machine's devices, and how arrays are divided among them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXIS = "devices"
 
 @dataclass(frozen=True)
 class Place:
-    """The devices that share a cohort, and the number of clients that each works on at the same time."""
+    """The devices that share a cohort, and the number of clients that each computes at once."""
 
     devices: tuple[Any, ...]
     width: int
@@ -33,13 +33,13 @@ def mesh(devices: tuple[Any, ...]) -> Mesh:
 
 
 def sharded(function: Callable[..., Any], place: Place, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function as run by every device on its shares of the arguments."""
+    """The function, run by every device on its share of the arguments."""
     grid = mesh(place.devices)
     return jax.shard_map(function, mesh=grid, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def lay_out(place: Place, tree: Any, spec: PartitionSpec | None = None) -> Any:
-    """Arrays sent to the devices: whole to each, or in the shares of a spec. On several hosts each sends its own."""
+    """Send arrays to the devices: whole to each, or divided by a spec. Each of several hosts sends its own part."""
     if len(place.devices) == 1:
         return jax.device_put(tree, place.devices[0])
     sharding = NamedSharding(mesh(place.devices), spec or PartitionSpec())
@@ -54,7 +54,7 @@ def lay_out(place: Place, tree: Any, spec: PartitionSpec | None = None) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays brought back, also those whose shares lie on several hosts."""
+    """Fetch arrays from the devices, also arrays that are divided among several hosts."""
 
     def fetch(array: Any) -> np.ndarray:
         if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
@@ -67,7 +67,7 @@ def to_host(tree: Any) -> Any:
 
 
 def agreed(value: int) -> int:
-    """The first host's value, where several run together: clocks differ, and what they decide must not."""
+    """The first host's value if several run together: clocks differ, but all hosts must decide alike."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils
@@ -76,12 +76,12 @@ def agreed(value: int) -> int:
 
 
 def available(count: int | None) -> tuple[Any, ...]:
-    """The first `count` devices, of all hosts where there are several; all of them by default."""
+    """The first `count` devices of all hosts; by default all devices."""
     everything = jax.devices()
     if count is not None:
         whole("devices", count, 1)
         if count > len(everything):
-            raise refused("devices", f"at most {len(everything)}", count, "That many are here; see jax.devices().")
+            raise refused("devices", f"at most {len(everything)}", count, "jax.devices() lists them.")
         if jax.process_count() > 1 and count != len(everything):
             fix = "Start fewer processes instead, or leave devices out."
             raise refused("devices", f"all {len(everything)} when several hosts run together", count, fix)

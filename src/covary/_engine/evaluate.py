@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from covary._engine.devices import AXIS, Place
 from covary._engine.local import loss_at
 
-EVALUATED_AT_ONCE = 16_384  # examples of the training data whose loss is computed in one go
+EVALUATED_AT_ONCE = 16_384  # training examples whose loss is computed at once
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured of a model."""
+    """What to measure on a model."""
 
     names: tuple[str, ...]  # "loss" and the metrics, or the metrics alone
     loss: Callable[[Any, Any], Any]
@@ -29,7 +29,7 @@ class Evaluation:
 def measure(
     evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any
 ) -> dict[str, Any]:
-    """f over the examples, and the metrics over what they are tested on."""
+    """f on `examples`, and the metrics on `tested_on`."""
     values = {}
     params = evaluation.unravel(x)
     if "loss" in evaluation.names:
@@ -41,7 +41,7 @@ def measure(
 
 
 def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: Any, weights: Any) -> Any:
-    """f, the loss over all examples: in parts that fit into memory, shared out over the devices."""
+    """f, the loss over all examples, computed in parts that fit into memory and divided among the devices."""
     devices = len(place.devices)
     n = len(jax.tree.leaves(examples)[0])
     parts = -(-n // (devices * EVALUATED_AT_ONCE))  # of each device
@@ -62,7 +62,7 @@ def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: A
 
 
 def by_first_device(place: Place, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What need not be done twice: one device works with all threads, and tells the others."""
+    """Work for one device, which uses all threads and sends the values to the others."""
     if len(place.devices) == 1:
         return work()
     blank = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))

@@ -1,4 +1,4 @@
-"""The rows of a run so far: what the records of compiled rounds become, and the bytes that the rounds cost."""
+"""The history of a run: rows from the records of compiled rounds, with the bytes that each round sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Log = Callable[[int, dict[str, float]], None]
 
 
 class History:
-    """The rows of a run, which the user's `log` is called with as they come."""
+    """The rows of a run. Each new row is passed to the user's `log`."""
 
     def __init__(self, log: Log | None):
         self.parts: list[dict[str, np.ndarray]] = []
@@ -40,7 +40,7 @@ class History:
                 self.log(int(number), values)
 
     def restore(self, columns: dict[str, np.ndarray], cohort_size: int, measured: tuple[str, ...]) -> None:
-        """Begin with the rows of an earlier call."""
+        """Start with the rows of an earlier call."""
         if not columns:
             return
         missing = {"round", "cohort", "drift", "bytes_up", "bytes_down", *measured} - set(columns)
@@ -71,13 +71,13 @@ class History:
 
 
 def traffic_by_kind(algorithm: Algorithm, steps_on_wire: int | None, x: np.ndarray) -> dict[bool, tuple[int, int]]:
-    """Bytes down to and up from one client in a round of the warm start (True), and in any other (False)."""
+    """Bytes of one client's downloads and uploads in a round of the warm start (True), and in any other (False)."""
     warm = () if algorithm.warm_start is None else (algorithm.warm_start,)
     return {True: traffic(algorithm, warm, x), False: traffic(algorithm, algorithm.trips(steps_on_wire), x)}
 
 
 def traffic(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray) -> tuple[int, int]:
-    """Bytes down to and up from one client in one round: all that `broadcast` and `finish` put on the wire."""
+    """Bytes of one client's downloads and uploads in a round: all that `broadcast` and `finish` return."""
     server, client = (
         jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), state)
         for state in (algorithm.init_server(x), algorithm.init_client(x))

@@ -25,7 +25,8 @@ class BrokenInvariant(Corrupted):
 def control_error(program: Program, algorithm: Algorithm, state: State, world: World) -> dict[str, Any]:
     """How far the server's control variate is from the mean of its clients', for algorithms that have one.
 
-    Reading all N controls must not cost more than the round: where N is large against S K, this is left to the end.
+    Reading all N control variates must not cost more than the round. If N is large compared with S K, the error is
+    measured only at the end.
     """
     if algorithm.invariant is None:
         return {}
@@ -51,7 +52,7 @@ def control_change(program: Program, algorithm: Algorithm, cohort: Any, old: Any
 
 
 def largest_control(program: Program, algorithm: Algorithm, before: Any, server: Any, new: Any) -> Any:
-    """The largest number of any control so far, this round's included."""
+    """The largest number in any control variate so far, including this round's."""
     if algorithm.invariant is None:
         return before
     server_field, client_field = algorithm.invariant
@@ -65,7 +66,7 @@ class Watch:
     """Checks c against the mean of c_i, which never differ by more than rounding.
 
     The two sides are kept by different code, the server's by adding changes and the clients' by replacing states, so a
-    lost, doubled or damaged state shows here.
+    lost, doubled or damaged state shows up here.
     """
 
     def __init__(self, algorithm: Algorithm, p: np.ndarray):

@@ -44,14 +44,14 @@ def work_of_client(
 
     Args:
         program: the plan and the model.
-        exchange: what is to be done.
-        down: the server's message.
+        exchange: the exchange.
+        down: the download.
         client: the client's state.
         fetch: positions in the client's data -> those examples.
-        layout: this client's numbers.
+        layout: this client's steps and batches.
         key: of this round, exchange and client; it decides the batches.
-        measured: whether the drift is.
-        guard: what is done to a change before it leaves the client.
+        measured: whether to measure the drift.
+        guard: applied to a change before it leaves the client.
     """
     plan = program.plan
     everything = jnp.arange(plan.max_size)
@@ -80,7 +80,7 @@ def work_of_client(
 
 
 def _arithmetic_only(exchange: Exchange, form: Form, down: Any, client: Any) -> bool:
-    """Whether the algorithm does no more than arithmetic, so that it can work on a vector in blocks."""
+    """Whether the algorithm uses only arithmetic, so that it can work on a vector in blocks."""
     if form.whole:
         return True
     try:

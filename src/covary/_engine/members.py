@@ -24,11 +24,11 @@ from covary.runs.files import Damaged
 from covary.runs.machine import device_memory
 from covary.targets import direction_of
 
-LAP = 25  # rounds between two looks at a race: fixed, so that its result does not depend on the machine's speed
+LAP = 25  # rounds between two checks of a race: fixed, so that its result does not depend on the machine's speed
 
 
 class Members:
-    """The members of a sweep under way: groups of points one after the other, all seeds of a group at once."""
+    """The members of a running sweep: groups of points one after the other, all seeds of a group at once."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Members:
         self._begin()
 
     def _begin(self) -> None:
-        """The first round of a group lies ahead."""
+        """Prepare the first round of a group."""
         chosen = [self.algorithms[p] for p in self.groups[self.group]]
         x = self.job.starts[0]
         self.numbers = {name: np.array([a.numbers[name] for a in chosen], x.dtype) for name in chosen[0].numbers}
@@ -94,7 +94,7 @@ class Members:
                 return
 
     def _best_so_far(self) -> dict[str, float]:
-        """Of the group under way."""
+        """The best value so far of every metric in the current group."""
         best = {}
         for name in self.job.program.evaluation.names:
             seen = self.curves[name][self.groups[self.group]]
@@ -121,7 +121,7 @@ class Members:
         return self.group * self.rounds + self.done * (not self.ended), changed, all_changed
 
     def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
-        """Put back what was saved."""
+        """Restore a checkpoint."""
         shape, empty = self.done_by.shape, np.empty(0, int)
         curves = {name[6:]: np.array(value) for name, value in arrays.items() if name.startswith("curve.")}
         fits = all(arrays.get(name, empty).shape == shape for name in ("done_by", "reached", "diverged"))
@@ -148,14 +148,14 @@ class Members:
         self.states = lay_out(place, small)._replace(clients=lay_out(place, jax.tree.unflatten(form, fields), spec))
 
     def _check(self) -> None:
-        """c is the mean of c_i for every member."""
+        """Check that c is the mean of c_i for every member."""
         states = to_host(self.states)
         for at in np.ndindex(states.control.round.shape):
             own = jax.tree.map(lambda leaf, at=at: leaf[at], states)
             self.watch.error(own, jax.tree.map(lambda leaf: leaf[: self.job.plan.n_clients], own.clients))
 
     def _to_beat(self) -> float:
-        """The mean rounds of the best point of the groups before."""
+        """The mean rounds of the best point of the earlier groups."""
         before = [p for group in self.groups[: self.group] for p in group]
         return float(np.where(self.reached, self.done_by, np.inf)[before].mean(axis=1).min(initial=np.inf))
 

@@ -1,4 +1,4 @@
-"""Where and how wide a round runs: the devices and the clients at once, by rule, or by a short trial."""
+"""The devices of a round and the width on each, chosen by rule or by a short trial."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from covary.checks import whole
 from covary.data.federated import FederatedData
 from covary.runs.machine import device_memory
 
-# Floating-point operations below which a CPU is busy with the machinery around them: of a round, for several devices to
-# pay; of a local step, for clients one by one to pay.
+# Below these numbers of floating-point operations, overhead dominates on a CPU: several devices do not pay off for a
+# round, and one client at a time does not pay off for a local step.
 SMALL_ROUND, SMALL_STEP = 1e7, 1e6
-# Operations of a device in one round from which on a trial of widths pays: a few seconds, once a machine.
+# Operations per device and round above which a trial of widths pays off: a few seconds, once per machine.
 LONG_ROUND = {"cpu": 1e11, "gpu": 5e11, "tpu": 5e12}
 TRIAL_STEPS = 12
-_TRIED: dict[str, int] = {}  # by this process, where there is no folder to remember in
+_TRIED: dict[str, int] = {}  # in this process, if there is no cache folder
 
 
 def choose_place(
@@ -46,7 +46,7 @@ def choose_place(
     width: int | None,
     members: int = 1,
 ) -> Place:
-    """What the user asked for, else what is fastest.
+    """The place that the user asked for, else the fastest.
 
     Every device has its part of the cohort, except that small rounds stay on one CPU device. A CPU takes its clients
     one by one unless steps are small, an accelerator takes them all at once; for long rounds a trial decides.
@@ -114,7 +114,7 @@ def remembered_or_tried(
     x: np.ndarray,
     examples: Any,
 ) -> int:
-    """The width that a few steps are fastest with, from the last time or from a trial now."""
+    """The width with the fastest steps: remembered from an earlier trial, or from a trial now."""
     known = _TRIED | _read()
     if name not in known:
         each = -(-plan.cohort // len(devices))

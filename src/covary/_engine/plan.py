@@ -45,7 +45,7 @@ class Plan:
     cohort: int  # S
     local: LocalPlan
     flat_weights: bool  # every example weighs the same in f
-    steps_on_wire: int | None  # K, where the server can form what option II leaves unsent from it
+    steps_on_wire: int | None  # K, if the server can compute from it what option II does not send
 
 
 def plan_local_work(asked: LocalWork, sizes: np.ndarray) -> tuple[LocalPlan, Layout]:
@@ -143,10 +143,10 @@ def batch_bounds(rule: str, batch: Any, per_epoch: Any, size: Any, step: Any) ->
 
 
 def aggregation_weights(p: Any, fraction: float, together: bool, dtype: Any) -> Any:
-    """What the uploads of a cohort count, given the p_i of its clients and the fraction |S| / N that they are.
+    """The weights of a cohort's uploads, from the p_i of its clients and the fraction |S| / N.
 
-    Each stands for N / |S| clients, so that the sum of p_i u_i over all clients is met in expectation. In an exchange
-    that goes together the weights sum to one.
+    Each upload stands for N / |S| clients, so the expected sum is that of p_i u_i over all clients. With `together`,
+    the weights sum to one.
 
     >>> aggregation_weights(np.array([0.2, 0.1]), 0.5, False, float)
     array([0.4, 0.2])

@@ -27,7 +27,7 @@ from covary.runs import machine
 from covary.targets import Target, target_of
 from covary.training import Training
 
-CHUNK = 100  # most rounds between two looks from the host
+CHUNK = 100  # the most rounds in one call of a program
 
 
 class Job(NamedTuple):
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     p: np.ndarray  # (N,): the clients' weights
     program: Program
     world: World
-    starts: list[np.ndarray]  # x^0, one a seed
+    starts: list[np.ndarray]  # x^0, one per seed
     visits: list[np.ndarray]  # the cohorts of the warm start
     store: str  # "device", "host", "disk" or a folder
     passes: bool  # the loss is measured by the host, in passes over streamed data
@@ -63,7 +63,7 @@ def prepare(
     members: int = 1,
 ) -> Job:
     """Check a request against its problem, and lay out what the engine needs. Nothing of the run is compiled yet."""
-    refuse_others(algorithm, problem)
+    reject_others(algorithm, problem)
     plan, layout, p = plan_rounds(training, algorithm, problem.data.sizes)
     visits = _warm_start_cohorts(algorithm, plan, training.rounds) if training.warm_start else []
 
@@ -82,7 +82,7 @@ def prepare(
         x, unravel = problem.start(x0, seed)
         starts.append(x)
     assert unravel is not None
-    _refuse_numbers_beyond(algorithm, starts[0].dtype)
+    _reject_numbers_beyond(algorithm, starts[0].dtype)
     problem.refuse_other_losses(one_by_one=plan.local.ragged_batches or plan.local.ragged_sizes or passes)
 
     # What is compiled, and where it runs
@@ -122,8 +122,8 @@ def prepare(
     return Job(algorithm, problem, training, plan, layout, p, program, world, starts, visits, where, passes, target)
 
 
-def refuse_others(algorithm: Any, problem: Any) -> None:
-    """Refuse what is no algorithm, or no problem."""
+def reject_others(algorithm: Any, problem: Any) -> None:
+    """Reject a value that is not an algorithm, or not a problem."""
     if not isinstance(algorithm, Algorithm):
         raise refused(
             "algorithm", "an Algorithm", type(algorithm).__name__, "Build one, say covary.scaffold(eta_l=0.1)."
@@ -132,8 +132,8 @@ def refuse_others(algorithm: Any, problem: Any) -> None:
         raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
 
 
-def _refuse_numbers_beyond(algorithm: Algorithm, dtype: np.dtype[Any]) -> None:
-    """Refuse numbers of an algorithm that the model's precision turns into 0 or infinity."""
+def _reject_numbers_beyond(algorithm: Algorithm, dtype: np.dtype[Any]) -> None:
+    """Reject numbers of an algorithm that the model's precision turns into 0 or infinity."""
     for name, value in algorithm.numbers.items():
         with np.errstate(over="ignore"):
             cast = float(dtype.type(value))
@@ -166,7 +166,7 @@ def _supported(precision: str | None) -> str | None:
 def _store(
     store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool, resumable: bool
 ) -> str:
-    """Where client states live: what the user says, else the first place that has room for all."""
+    """Where client states live: the user's choice, else the first place with enough room."""
     allowed = '"device", "host", "disk" or a new or empty folder'
     if store is not None and not isinstance(store, str | Path):
         raise refused("store", allowed, repr(store), "None decides by the size.")
@@ -201,7 +201,7 @@ def initial(algorithm: Algorithm, job: Job, points: int | None = None) -> State:
     place, (x, *_) = job.program.place, job.starts
 
     def for_members(leaves: list[Any], *rows: int) -> np.ndarray:
-        """One array a seed, repeated for all rows (the clients) and for all points."""
+        """One array per seed, repeated for all rows (the clients) and for all points."""
         stacked = np.stack([np.asarray(leaf, x.dtype) for leaf in leaves])
         shape = stacked.shape[1:]
         stacked = stacked.reshape(len(leaves), *[1] * (len(rows) + 1), *shape)

@@ -34,7 +34,7 @@ class Resident(Simulation):
                 continue
             end = min(until, before + self.pace.rounds())
             self.state, rows = compiled(program)(numbers, self.state, self.key, end, self.rounds, job.world)
-            rows, after = jax.device_get((rows, self.state.control.round))  # at once: each copy has to be waited for
+            rows, after = jax.device_get((rows, self.state.control.round))  # together, because each copy blocks
             self.history.add(rows, int(after) - before, *self.traffic[False])
             if self.watch.due:
                 self.control_error()
@@ -58,7 +58,7 @@ class Resident(Simulation):
 
 
 def rows_of(array: Any, ids: np.ndarray, axis: int) -> np.ndarray:
-    """Some rows of an array on the devices. As many are fetched as the next power of two: each number of rows would
-    else be a program of its own, compiled and kept for ever."""
+    """Some rows of an array on the devices. Their number is rounded up to a power of two, because JAX compiles a
+    program for each number of rows."""
     fetched = np.pad(ids, (0, (1 << (len(ids) - 1).bit_length()) - len(ids)), mode="edge")
     return np.asarray(jax.device_get(array.take(fetched, axis=axis))).take(np.arange(len(ids)), axis=axis)

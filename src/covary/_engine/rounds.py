@@ -23,7 +23,7 @@ from covary._engine.invariant import control_change, control_error, largest_cont
 from covary._engine.program import Program, Records, Rounds, State, World
 from covary.algorithm import Exchange, rebuild
 
-EVERYWHERE = PartitionSpec()  # every device has the whole of it
+EVERYWHERE = PartitionSpec()  # every device has a full copy
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +45,7 @@ def compiled(program: Program) -> Rounds:
 
 @functools.lru_cache(maxsize=64)
 def compiled_round(program: Program, measured: bool) -> Rounds:
-    """`(numbers, state, key, r, cohort, world) -> state, record`: one round of a cohort that is given.
+    """`(numbers, state, key, r, cohort, world) -> state, record`: one round of a given cohort.
 
     For client states that live outside the devices: `state.clients` and `world.roster` have one row for each of the
     cohort, and so has `world.examples` where data is streamed.
@@ -125,20 +125,20 @@ def wrap(key: Any) -> Any:
 
 
 def shared_state(axes_before_clients: int) -> Any:
-    """How a state lies on the devices: each has its share of the clients' states, and all of the rest."""
+    """The layout of a state: each device has its share of the clients' states, and a copy of the rest."""
     state: Any = State._make([EVERYWHERE] * len(State._fields))
     return state._replace(clients=PartitionSpec(*[None] * axes_before_clients, AXIS))
 
 
 def shared_world(program: Program) -> Any:
-    """How the world lies on the devices: each has its share of streamed data, and all of the rest."""
+    """The layout of the world: each device has its share of streamed data, and a copy of the rest."""
     world: Any = World._make([EVERYWHERE] * len(World._fields))
     return world._replace(examples=PartitionSpec(AXIS)) if program.streamed else world
 
 
 def spread(program: Program, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Rounds:
     """The function compiled for the program's devices, its arguments laid out as given; the second is the state."""
-    donated = (1,) if program.resident else ()  # else the host still looks at the state when the next round begins
+    donated = (1,) if program.resident else ()  # otherwise the host still reads the state when the next round starts
     if len(program.place.devices) == 1:
         return jax.jit(function, donate_argnums=donated)
     results = (arguments[1], EVERYWHERE)
@@ -172,13 +172,13 @@ def loop(
 ) -> tuple[State, Records]:
     """Rounds while any member is running, up to `until` and at most a chunk.
 
-    Rounds that are measured and rounds that are not are two loops inside one: on a GPU nothing then waits for the host
-    between them but the end of each loop.
+    Measured and unmeasured rounds are two loops inside one, so that a GPU waits for the host only at the end of each
+    loop.
     """
     every, end = program.eval_every, jnp.minimum(until, first + program.chunk)
     step = jax.jit(step, static_argnums=0, inline=True)  # so that it is traced once for its shapes and for the loop
 
-    def going_on(until: Any) -> Callable[[Any], Any]:
+    def running(until: Any) -> Callable[[Any], Any]:
         return lambda carry: (carry[0] < until) & jnp.any(~carry[1].control.reached & ~carry[1].control.diverged)
 
     def body(measured: bool) -> Callable[[Any], Any]:
@@ -189,15 +189,15 @@ def loop(
 
         return one
 
-    def to_the_next_measured(carry: Any) -> Any:
+    def until_measured(carry: Any) -> Any:
         due = jnp.minimum((carry[0] // every + 1) * every, last)
-        carry = jax.lax.while_loop(going_on(jnp.minimum(due - 1, end)), body(False), carry)
-        return jax.lax.while_loop(going_on(jnp.minimum(due, end)), body(True), carry)
+        carry = jax.lax.while_loop(running(jnp.minimum(due - 1, end)), body(False), carry)
+        return jax.lax.while_loop(running(jnp.minimum(due, end)), body(True), carry)
 
     shapes = jax.eval_shape(functools.partial(step, True), state, key, jnp.asarray(first) + 1, world)[1]
     empty = jax.tree.map(lambda s: jnp.zeros((program.chunk, *s.shape), s.dtype), shapes)
     start = (jnp.asarray(first), state, empty)
-    _, state, records = jax.lax.while_loop(going_on(end), body(True) if every == 1 else to_the_next_measured, start)
+    _, state, records = jax.lax.while_loop(running(end), body(True) if every == 1 else until_measured, start)
     return state, records
 
 
@@ -224,7 +224,7 @@ def one_round(
     rows = take(program, state.clients, cohort)
     server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, measured)
 
-    # What is kept beside it
+    # The scale of rounding, and the average
     accounts = state.accounts
     accounts = accounts._replace(scale=largest_control(program, algorithm, accounts.scale, server, new))
     if program.average:
@@ -279,7 +279,7 @@ def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
 
 
 def only_if(measured: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, or NaN of the same form."""
+    """The measurements, or NaN in the same form."""
     if measured:
         return work()
     return jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(work))

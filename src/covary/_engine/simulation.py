@@ -1,4 +1,4 @@
-"""A run under way: what runs with their states on the devices and runs with a store have in common."""
+"""A running simulation: what runs with states on the devices and runs with a store have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covary.runs.files import Damaged
 
 
 class Simulation(ABC):
-    """One run: its state, which `advance` takes on by some rounds, and its history."""
+    """One run: its state, which `advance` moves forward by some rounds, and its history."""
 
     state: State
     seen: np.ndarray | None = None  # which clients have a state of their own, where that is known
@@ -45,7 +45,7 @@ class Simulation(ABC):
 
     @abstractmethod
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        """Go on until that round, the end, or an interruption."""
+        """Run until that round, the end, or an interruption."""
 
     @abstractmethod
     def clients(self) -> Any:
@@ -63,7 +63,7 @@ class Simulation(ABC):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All but the clients' states, by name."""
-        columns = enumerate(self.history.columns().items())  # numbered: a file has them in an order of its own
+        columns = enumerate(self.history.columns().items())  # numbered, because a file does not keep their order
         return state_arrays(self.state_on_host()) | {f"history.{number:03d}.{name}": v for number, (name, v) in columns}
 
     def changes(self) -> tuple[int, np.ndarray, bool]:
@@ -80,7 +80,7 @@ class Simulation(ABC):
         """Replace the state by a saved one."""
 
     def restore(self, arrays: dict[str, np.ndarray], saved_clients: SavedClients) -> None:
-        """Continue from what was saved."""
+        """Resume from a checkpoint."""
         columns = {name[12:]: arrays[name] for name in sorted(arrays) if name.startswith("history.")}
         control = ("control_error", "control_change") if self.algorithm.invariant is not None else ()
         self.history.restore(columns, self.job.plan.cohort, (*self.job.program.evaluation.names, *control))
@@ -91,15 +91,15 @@ class Simulation(ABC):
 
 
 class Pace:
-    """How many rounds to ask for in one call: as many as take about half a second, so that progress is seen and an
-    interruption heard, and so that the host's part does not count."""
+    """The number of rounds in one call: as many as take about half a second. Progress and interruptions are then
+    handled soon, and the host's overhead is small."""
 
     def __init__(self, most: int = CHUNK):
         self.most, self.asked, self.since = most, 0, 0.0
         self.calls = 0
 
     def rounds(self) -> int:
-        """For the next call, which begins now."""
+        """The number for the next call, which starts now."""
         now = time.perf_counter()
         if self.calls < 2:  # the first compiles, the second can be timed
             self.asked = 1
@@ -110,6 +110,6 @@ class Pace:
 
 
 def one_row(record: dict[str, Any], cohort: np.ndarray, plan: Plan) -> dict[str, np.ndarray]:
-    """The record of a single round as rows, its cohort filled up with -1."""
+    """The record of a single round as rows, its cohort padded with -1."""
     rows = {name: np.asarray(value)[None] for name, value in record.items() if name != "cohort"}
     return rows | {"cohort": np.pad(cohort, (0, plan.cohort - len(cohort)), constant_values=-1)[None]}

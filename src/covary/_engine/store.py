@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from covary.errors import CovaryError, refused
-from covary.runs.files import content_of, refuse_links, replace
+from covary.runs.files import content_of, reject_links, replace
 from covary.runs.rowfile import RowFile
 
 OWNER = "run"  # the file in a store's folder with the id of the checkpointed run that owns the states
@@ -118,7 +118,7 @@ class DiskStore:
 
 def _take_over(folder: Path, owner: str) -> None:
     """Empty a folder that the same run used before; its checkpoint has the states to resume from."""
-    refuse_links(folder)
+    reject_links(folder)
     mark = folder / OWNER
     if mark.exists():
         if content_of(mark, 100).decode(errors="replace") != owner:

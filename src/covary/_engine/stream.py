@@ -1,7 +1,7 @@
-"""Rounds of clients whose states, or whose data, are not on the devices: brought for each cohort, and taken back.
+"""Rounds of clients whose states or data are not on the devices, but are transferred for each cohort.
 
 While a round computes, the next cohort's rows are read and the last one's are written, by one thread in this order.
-A client of two rounds in a row is not waited for: its row goes from one round to the next on the device.
+If a client is in two rounds in a row, its row stays on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm
 from covary.algorithm import Algorithm
 from covary.data.federated import FederatedData, StreamedData
 
-AHEAD = 64  # rounds whose cohorts are drawn in one go
+AHEAD = 64  # rounds whose cohorts are drawn at once
 
 
 class Span(NamedTuple):
@@ -53,7 +53,7 @@ class Stream:
     ) -> Generator[tuple[State, dict[str, Any], np.ndarray, bool]]:
         """The state and record after each round, with its cohort and whether it was one of the warm start.
 
-        A round is handed out when the next one is under way, unless `evaluate` has to look at every state.
+        A round is returned when the next one has started, unless `evaluate` needs every state.
         """
         numbers, (first, until, last, interrupted) = dict(algorithm.numbers), span
         cohorts = self._cohorts(key, visits, first, until)
@@ -76,7 +76,7 @@ class Stream:
                     measured = r % self.program.eval_every == 0 or r == last
                     state, record = compiled_round(self.program, measured)(numbers, given, key, r, cohort, world)
                 for write in writes:
-                    write.result()  # raises what writing raised
+                    write.result()  # raises the error of the write
                 writes.clear()
                 if unwritten is not None:
                     writes.append(self.thread.submit(self._write, *unwritten))
@@ -125,7 +125,7 @@ class Stream:
         self.store.write(cohort, jax.tree.map(lambda leaf: np.asarray(leaf)[: len(cohort)], rows))
 
     def _carried_over(self, rows: Any, cohort: np.ndarray, before: np.ndarray, earlier: Any) -> Any:
-        """The rows read, with those of the round still under way in place of what the store has."""
+        """The rows read; those of the round that is still running replace the store's."""
         at = np.searchsorted(before, cohort)
         at = np.where(before[np.minimum(at, len(before) - 1)] == cohort, at, -1)
         if (at < 0).all():

@@ -64,7 +64,7 @@ class Streamed(Simulation):
         return r % self.job.program.eval_every == 0 or r == self.rounds
 
     def _pass_over_data(self, r: int, state: State) -> dict[str, Any]:
-        """What the host measures itself: the loss of streamed data, where it was asked for."""
+        """What the host measures itself: the loss of streamed data, if it is needed."""
         data = self.job.problem.data
         if not isinstance(data, StreamedData) or not self.job.passes or not self._due(r):
             return {}

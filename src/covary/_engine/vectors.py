@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-MOST = 16  # more arrays than this, and one vector is the faster form
+MOST = 16  # with more arrays than this, one vector is faster
 
 
 @jax.tree_util.register_pytree_node_class
 class Blocks:
     """A vector kept as the model's own arrays, so that no step has to cut it up and join it again.
 
-    An algorithm does arithmetic on vectors and nothing else, and does not notice which of the two it has.
+    An algorithm only does arithmetic on vectors, so it works on both forms.
 
     >>> y = Blocks([jnp.ones((2, 2)), jnp.zeros(3)])
     >>> (y - 0.5 * (y + y)).arrays[0].tolist()
@@ -77,14 +77,14 @@ class Blocks:
 
 
 def _number(other: Any) -> Any:
-    """Refuse a vector of another form: it has to be cut up first."""
+    """Reject a vector of another form: it must be split into blocks first."""
     if getattr(other, "ndim", 0):
-        raise TypeError(f"a vector kept as blocks and an array of shape {other.shape} do not go together")
+        raise TypeError(f"a vector in blocks cannot be combined with an array of shape {other.shape}")
     return other
 
 
 class Form:
-    """How a flat vector and a model's params are one and the same, with blocks as the way between."""
+    """The conversion between a flat vector, blocks, and a model's params."""
 
     def __init__(self, unravel: Callable[[Any], Any], x: Any):
         params = jax.eval_shape(unravel, x)

@@ -95,6 +95,8 @@ def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:
             held = f"{r['resident_bytes'] / 1e9:.2f} GB resident"
             terminal.show(f"N = {r['N']:,}: {1000 * r['seconds']:.2f} ms per round of {r['S']} clients, {held}.")
         elif r["what"] == "deploy":
-            terminal.show(f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes up per deployed round.")
+            terminal.show(
+                f"{r['who']}: {r['seconds']:.2f} s and {r['bytes_up']:,.0f} bytes uploaded per deployed round."
+            )
         elif r["what"] == "linear":
             terminal.show(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms per round.")

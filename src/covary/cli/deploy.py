@@ -23,7 +23,7 @@ def new_app(
 
     Example: covary new-app my-hospital --torch
     """
-    _refuse_without_flower()
+    _reject_without_flower()
     from covary.flower.template import write_app
 
     write_app(folder, with_torch)
@@ -46,7 +46,7 @@ def node(
     Example: covary node --superlink superlink.example.org:443 --root-certificates ca.crt --key hospital-a
     --state /var/lib/covary --app my-hospital --config 'partition-id=0'
     """
-    _refuse_without_flower()
+    _reject_without_flower()
     from covary.flower.node import Node, run_node
 
     raise typer.Exit(run_node(Node(superlink, root_certificates, key, state, app, config, port)))
@@ -62,7 +62,7 @@ def audit(
 
     Example: covary audit checkpoint state-0 state-1 state-2
     """
-    _refuse_without_flower()
+    _reject_without_flower()
     from covary.flower import audit as audit_disks
 
     found, terminal = audit_disks(checkpoint, states), Terminal(as_json, quiet)
@@ -95,7 +95,7 @@ def status(
 
     Example: covary status checkpoint
     """
-    _refuse_without_flower()
+    _reject_without_flower()
     from covary.flower import outcome
 
     found, terminal = outcome(checkpoint), Terminal(as_json, quiet)
@@ -104,7 +104,7 @@ def status(
     raise typer.Exit(0 if found.reached else 3 if found.state == "running" else 1)
 
 
-def _refuse_without_flower() -> None:
+def _reject_without_flower() -> None:
     try:
         import covary.flower as _  # noqa: F401
     except ImportError as error:

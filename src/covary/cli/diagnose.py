@@ -72,7 +72,7 @@ def diagnose(
     aim = _target(target, target_loss)
     if check and aim is None:
         raise InvalidInput("--check counts rounds to a target. Add --target 0.9 (accuracy) or --target-loss 0.5.")
-    RunFolder.refuse_unwritable(out)
+    RunFolder.reject_unwritable(out)
     of = problems.divided(context, alpha, seed)
     problem = of.problem(hidden)
     for note in of.notes:

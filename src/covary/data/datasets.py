@@ -108,7 +108,7 @@ def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[Labelled, Labelled]
 def heart_disease(path: str | Path) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], Labelled]:
     """UCI Heart Disease, 920 patients of four hospitals: `(x, y, hospital)` to train and `(x, y)` to test.
 
-    13 features; y is 1 for disease. A fifth of each hospital's patients is kept for testing. Missing values become
+    13 features; y is 1 for disease. A fifth of each hospital's patients is held out for testing. Missing values become
     the training median of their feature, and features are standardised with the training mean and deviation.
 
     Args:

@@ -67,7 +67,7 @@ class FederatedData:
                 "Count each client's examples.",
             )
         for path, array in leaves:
-            self._refuse_non_finite(jax.tree_util.keystr(path), array)
+            self._reject_non_finite(jax.tree_util.keystr(path), array)
 
     @classmethod
     def from_clients(cls, clients: Sequence[Any]) -> FederatedData:
@@ -205,7 +205,7 @@ class FederatedData:
             f"{self.sizes.min()} to {self.sizes.max()} each)"
         )
 
-    def _refuse_non_finite(self, name: str, array: np.ndarray) -> None:
+    def _reject_non_finite(self, name: str, array: np.ndarray) -> None:
         if array.dtype.kind not in "biuf":
             raise refused(f"examples{name}", "numbers", f"dtype {array.dtype}", "Encode text and dates as numbers.")
         if array.dtype.kind != "f" or np.isfinite(array).all():

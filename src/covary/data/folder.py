@@ -80,7 +80,7 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
 
 
 def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
-    """The examples, as memory maps that are not read before they are looked at, and the clients' sizes."""
+    """The examples, as memory maps, which are read only where they are used, and the clients' sizes."""
     try:
         about = json.loads(content_of(folder / "data.json", 2**20))
         if about["format"] != FORMAT:

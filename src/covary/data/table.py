@@ -89,7 +89,7 @@ def table(
     """
     sheet = _read(checked_path("path", path))
     for name in (client_column, label, *ignore):
-        _refuse_unknown(sheet, name)
+        _reject_unknown(sheet, name)
     for name in (client_column, label):
         if [client_column, label, *ignore].count(name) > 1:
             raise InvalidInput(
@@ -101,7 +101,7 @@ def table(
         if held_out.path.samefile(sheet.path):
             raise InvalidInput(f"{sheet.path} is both the training and the test file. Pass another test file, or none.")
         for name in (label, *features):
-            _refuse_unknown(held_out, name, ", which the training file has")
+            _reject_unknown(held_out, name, ", which the training file has")
 
     clients = _present(sheet, client_column, "client")
     names, owner = np.unique(clients, return_inverse=True)
@@ -188,7 +188,7 @@ def _read(path: Path) -> Sheet:
     return Sheet(path, header, rows[1:], numbers[1:], delimiter != ",", notes)
 
 
-def _refuse_unknown(sheet: Sheet, name: str, why: str = "") -> None:
+def _reject_unknown(sheet: Sheet, name: str, why: str = "") -> None:
     if name not in sheet.header:
         near = difflib.get_close_matches(str(name), sheet.header, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Its columns are {_some(sheet.header)}."

@@ -51,7 +51,7 @@ ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: a node starts a process for every message, and needs its own part only."""
+    """Import a name when it is first used: a node starts a process for every message and needs only its own part."""
     for room, names in ROOMS.items():
         if name in names:
             return getattr(importlib.import_module(f"covary.flower.{room}"), name)

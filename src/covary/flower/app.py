@@ -26,8 +26,8 @@ def server_app(
 ) -> ServerApp:
     """A Flower ServerApp that runs an algorithm among the nodes that are connected.
 
-    `flwr run . here --run-config 'rounds=20 eta-l=0.05'` overrides what is given here: every setting below, and every
-    number of the algorithm, goes by its name with dashes, if the app's `pyproject.toml` lists it.
+    `flwr run . here --run-config 'rounds=20 eta-l=0.05'` overrides these arguments. It can set every setting below
+    and every number of the algorithm, under its name with dashes, if the app's `pyproject.toml` lists it.
 
     Args:
         algorithm: from `covary.scaffold(...)` and its like.
@@ -40,7 +40,7 @@ def server_app(
             wait for before the first round, 2), `min_replies` (a round with fewer is abandoned and tried again, 1),
             `round_timeout` (seconds, 600), `patience` (seconds without progress before the server gives up, 600),
             `forget_after` (rounds of absence after which a node counts as gone for good, never), `largest` (uploads
-            with larger numbers are refused, 1e6), `screen` (uploads with more than so many times the median norm are
+            with larger numbers are rejected, 1e6), `screen` (uploads with more than so many times the median norm are
             not counted, 5; None for no such bound), `checkpoint` (a folder), `resume` (continue from it, False).
 
     >>> import covary as cv

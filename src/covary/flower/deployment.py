@@ -49,7 +49,7 @@ class Deployment:
         return {name.removeprefix("buffers."): a for name, a in arrays.items() if name.startswith("buffers.")}
 
     def without_controls(self) -> Arrays:
-        """The ledger's arrays with the present x, and all else in the server's state as at the start of a run."""
+        """The ledger's arrays with the current x, and all else in the server's state as at the start of a run."""
         return self.ledger.arrays | named("server.", self.algorithm.init_server(self.server.x))
 
     @property
@@ -70,7 +70,7 @@ class Deployment:
     def task(self, round: int) -> Task:
         return Task(self.spec, self.settings.local._asdict(), self.settings.seed, round)
 
-    def instruction(self, vectors: RecordDict, facts: dict[str, Any]) -> RecordDict:
+    def content(self, vectors: RecordDict, facts: dict[str, Any]) -> RecordDict:
         """A message's content: vectors that are packed already, and facts with the model's fingerprint."""
         own = pack(facts | {"form": self.start.form, "about": self.start.about})
         return RecordDict({**vectors, FACTS: own[FACTS]})

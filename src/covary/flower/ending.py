@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def reached(self) -> bool:
-        """Whether the run did what it was asked for: all its rounds, or its target before."""
+        """Whether the run is complete: it did all its rounds, or reached its target."""
         return self.state == "reached"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def outcome(checkpoint: str | Path) -> Outcome:
-    """What became of the last run whose server keeps its checkpoint in this folder.
+    """The outcome of the last run whose server keeps its checkpoint in this folder.
 
     >>> from covary.flower import outcome
     >>> outcome("/no/such/folder")
@@ -66,7 +66,7 @@ def outcome(checkpoint: str | Path) -> Outcome:
 
 @contextlib.contextmanager
 def ending(folder: Path, rounds: int) -> Iterator[Callable[[str, str], None]]:
-    """Write down that a run is going on, and in the end what became of it: what the body says, or the error it raised.
+    """Record that a run is in progress, and at the end its outcome: from the body, or from the error it raised.
 
     The error gets the outcome as a note, so that this is the last line of Flower's log too.
     """

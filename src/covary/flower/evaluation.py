@@ -30,7 +30,7 @@ class Measurements:
         self.by_node: dict[str, list[tuple[int, float]]] = {}
 
     def add(self, name: str, number: int, p: float, facts: dict[str, Any]) -> None:
-        """Take in what one node reports; refused unless it has the right form."""
+        """Add one node's report. It is rejected unless it has the right form."""
         tested, found = whole("tested", facts.get("tested"), 1), facts.get("values")
         if not isinstance(found, dict) or len(found) > MOST_METRICS:
             raise CovaryError(f"its measurements must be a dict of at most {MOST_METRICS} numbers")
@@ -54,7 +54,7 @@ def evaluate(run: Deployment, members: Membership, online: dict[str, int], on_se
     """
     x, p = run.server.x, run.weights()
     online = {name: node for name, node in online.items() if name in p}
-    content = run.instruction(pack({}, down={"x": x}, buffers=run.buffers), {})
+    content = run.content(pack({}, down={"x": x}, buffers=run.buffers), {})
     found = Measurements()
 
     def read(name: str, message: Message, facts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One exchange with a cohort: orders down, and the uploads that may be counted."""
+"""One exchange with a cohort: the orders to its nodes, and the uploads that may be counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covary.flower.wire import bytes_of, nbytes, pack, vectors_of
 
 
 class Collected(NamedTuple):
-    """What came of an exchange."""
+    """The result of an exchange."""
 
     replies: dict[str, Reply]  # in the order of the members' numbers
     bytes_down: int
@@ -26,7 +26,7 @@ class Collected(NamedTuple):
 
 
 def collect(run: Deployment, members: Membership, exchange: Exchange, task: Task, nodes: dict[str, int]) -> Collected:
-    """Send an order to each of these members, and collect the replies that are what was asked for."""
+    """Send an order to each of these members, and collect the valid replies."""
     server, ledger = run.server, run.ledger
     like = upload_like(exchange, run.algorithm, server)
     shared = pack({}, down=exchange.broadcast(server)._asdict(), buffers=run.buffers)
@@ -34,7 +34,7 @@ def collect(run: Deployment, members: Membership, exchange: Exchange, task: Task
     contents = {}
     for name, order in orders.items():
         own = task._replace(number=ledger.members[name].number, cohort=len(nodes))
-        contents[name] = run.instruction(shared, {"task": own._asdict(), "order": order._asdict()})
+        contents[name] = run.content(shared, {"task": own._asdict(), "order": order._asdict()})
     bytes_up = 0
 
     def read(name: str, message: Message, facts: dict[str, Any]) -> Reply:
@@ -49,7 +49,7 @@ def collect(run: Deployment, members: Membership, exchange: Exchange, task: Task
 
 
 def checked(run: Deployment, message: Message, facts: dict[str, Any], token: str, like: Any) -> Reply:
-    """The reply in a message, refused unless it answers this order with vectors of the right form."""
+    """The reply in a message. It is rejected unless it answers this order with vectors of the right form."""
     if facts.get("token") != token:
         raise CovaryError(f"its token {str(facts.get('token'))[:40]!r} is not the one in its order")
     up = type(like)(**vectors_of(message, "up", like._asdict(), run.settings.largest))

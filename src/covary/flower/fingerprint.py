@@ -1,4 +1,4 @@
-"""The fingerprint of a JAX model, by which a server and its nodes know that they train the same one."""
+"""The fingerprint of a JAX model, by which a server and its nodes check that they train the same one."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Record:
         return f"Left out because their uploads were too large: {', '.join(left_out)}." if left_out else ""
 
     def finish(self, measure: Callable[[], dict[str, Any]]) -> bool:
-        """Write down the round just done, measured if that is due, unless it is written. True at the target."""
+        """Write the row of the last round, measured if that is due, unless it is written. True at the target."""
         s, row = self.settings, dict(self.ledger.row)
         due = bool(s.eval_every) and (row["round"] % s.eval_every == 0 or row["round"] == s.rounds)
         if self.rows and self.rows[-1]["round"] == row["round"]:
@@ -86,7 +86,7 @@ class Record:
             figures = "  ".join(f"{name} {row[name]:.4g}" for name in measured(row))
             log.info(
                 f"round {row['round']}/{s.rounds}  {len(row['cohort'])} of {row['asked']} replied  {figures}  "
-                f"{row['bytes_up']:,} bytes up  {row.get('seconds', 0):.1f} s"
+                f"{row['bytes_up']:,} bytes uploaded  {row.get('seconds', 0):.1f} s"
             )
         if s.target is None:
             return False
@@ -99,7 +99,7 @@ class Record:
         return self._met(row, target)
 
     def _met(self, row: dict[str, Any], target: Target) -> bool:
-        """Whether the mean meets the target, and what more than half of the nodes measured themselves does too."""
+        """Whether the mean meets the target, and so do the values of more than half of the nodes."""
         name = target.metric
         if row.get(name) is None or not target.met(row[name]):
             return False

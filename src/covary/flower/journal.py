@@ -1,9 +1,9 @@
 """The protocol that keeps `c = mean(c_i)` through lost messages, crashes and restarts. Nothing here knows Flower.
 
 Presumed abort. A client's new state is *pending*, on its disk, before its upload is sent. The server counts the
-upload, writes that down together with the new x and c, and tells the client so in its next order, by the token of the
-upload. Only then does the pending state become the client's own; an order that names the token before it makes the
-client drop it. So a client's state and the server's c always contain the same uploads, whatever died and when.
+upload, saves this together with the new x and c, and names the token of the upload in its next order to the client.
+Only then does the pending state become the client's own; an order that names the token before it makes the
+client drop it. So a client's state and the server's c always contain the same uploads, whatever fails, and when.
 
 A client that can do neither has lost its state. The mean of the c_i cannot be repaired then, and a new *epoch* begins:
 the server's c and every client's c_i start again from zero.
@@ -37,7 +37,7 @@ class Disk(Protocol):
 
 
 class Order(NamedTuple):
-    """What the protocol adds to an instruction for one client."""
+    """What the protocol adds to a request to one client."""
 
     job: str
     epoch: int
@@ -125,7 +125,7 @@ class Ledger:
     """The server's state on its disk: x, c, the members, and which uploads are counted in them.
 
     Every method that changes what clients must agree with writes the change to the disk before it returns, so that a
-    crash cannot make untrue what is sent after it.
+    crash cannot contradict what is sent after it.
     """
 
     def __init__(self, disk: Disk, arrays: Arrays, facts: dict[str, Any]):
@@ -189,7 +189,7 @@ class Ledger:
         self.write()
 
     def reset(self, arrays: Arrays, leaving: tuple[str, ...] = (), after: int = -1) -> None:
-        """Begin a new epoch, beyond any that is known: all clients' states start again, without those that leave."""
+        """Start an epoch later than any known one: reset all clients' states, and remove the members that leave."""
         stay = [name for name in self.members if name not in leaving]
         self.members = {name: self.members[name]._replace(counted="", number=i) for i, name in enumerate(stay)}
         self.arrays, self.epoch = arrays, max(self.epoch, after) + 1

@@ -18,7 +18,7 @@ from covary.flower.refusals import BeyondLimit
 class Limits:
     """The most that a node does for a server.
 
-    The defaults refuse orders that serve only to reveal single rows: small batches, and uploads that leave out a part
+    The defaults reject orders that serve only to reveal single rows: small batches, and uploads that leave out a part
     of the data. They also keep from the server which rows are in which batch. This bounds what a curious server learns
     cheaply. Against a hostile one, which chooses models that expose single rows, only noise helps: `clip` and `noise`
     of the client app.
@@ -88,7 +88,7 @@ class Limits:
         return replace(self, **named)
 
     def check_message(self, size: int, model: int) -> None:
-        """Refuse a message of more bytes than a model of this size needs."""
+        """Reject a message of more bytes than a model of this size needs."""
         most = 8 * model + 2**20 if self.largest_message is None else self.largest_message
         if size > most:
             raise BeyondLimit("largest_message", f"{most:,} bytes", f"{size:,}", "Set largest_message to allow it.")
@@ -98,7 +98,7 @@ class Limits:
             raise BeyondLimit("algorithms", ", ".join(self.algorithms) or "none", name, "Add it to allow it.")
 
     def check_rows(self, rows: int) -> None:
-        """Refuse to compute anything from fewer rows."""
+        """Reject an order that computes anything from fewer rows."""
         if rows < self.smallest_batch:
             fix = "Ask for a batch_size that is a fraction, such as 0.1: the last batch of a pass counts too."
             raise BeyondLimit("smallest_batch", f"at least {self.smallest_batch} rows", rows, fix)
@@ -109,7 +109,7 @@ class Limits:
             raise BeyondLimit("smallest_cohort", f"at least {self.smallest_cohort} nodes a round", cohort, fix)
 
     def check_steps(self, steps: int, per_pass: int) -> None:
-        """Refuse a number of local steps, of which `per_pass` make a pass over the data."""
+        """Reject a number of local steps, of which `per_pass` make a pass over the data."""
         if steps > self.most_steps:
             raise BeyondLimit("most_steps", f"at most {self.most_steps:,}", f"{steps:,}", "Lower local_steps.")
         if steps < self.fewest_steps:

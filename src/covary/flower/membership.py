@@ -1,4 +1,4 @@
-"""Who is a member: nodes that are let in, that lose their state, and that leave."""
+"""The members of a run: nodes that are admitted, lose their state, or leave."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from covary.flower.refusals import OtherSteps, Stale, StateLost
 from covary.flower.watch import WatchedGrid
 
 LOSSES = 3  # losses of a member's state before it is no longer asked
-FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0  # seconds before a node that was not let in is asked again
+FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0  # seconds before a node that was not admitted is asked again
 
 
 class Wait(NamedTuple):
-    """When a node that was not let in is asked again."""
+    """When a node that was not admitted is asked again."""
 
     until: float
     seconds: float
@@ -44,11 +44,11 @@ class Membership:
     # Messages
 
     def ask(self, question: Question, nodes: Mapping[str, int]) -> dict[str, Any]:
-        """What the question makes of each node's reply. What nodes refuse is taken note of."""
-        return ask(self.grid, question, nodes, self.run.settings.round_timeout, self.note_refusal)
+        """Each node's reply, as the question reads it. Rejected orders are recorded."""
+        return ask(self.grid, question, nodes, self.run.settings.round_timeout, self.note_rejection)
 
-    def note_refusal(self, name: str, facts: dict[str, Any]) -> None:
-        """Draw the consequences of a node's refusal."""
+    def note_rejection(self, name: str, facts: dict[str, Any]) -> None:
+        """Handle a node's rejection of an order."""
         ledger, why, member = self.run.ledger, facts["refused"], self.run.ledger.members.get(name)
         if why == Stale.__name__:
             self.stale.add(name)
@@ -66,7 +66,7 @@ class Membership:
     # Who is online
 
     def meet(self) -> dict[str, int]:
-        """The members that are online, when there are enough; new nodes are let in first."""
+        """The members that are online, when there are enough; new nodes are admitted first."""
         ledger, lockstep = self.run.ledger, self.run.algorithm.lockstep
         deadline, announced = time.monotonic() + self.run.settings.patience, False
         while True:
@@ -77,7 +77,7 @@ class Membership:
                 if name not in ledger.members and (name not in self.waiting or self.waiting[name].until <= now)
             }
             if strangers:
-                self._let_in(strangers)
+                self._admit(strangers)
             online = {name: node for name, node in nodes.items() if name in ledger.members}
             least = len(ledger.members) if lockstep else self.run.settings.min_replies
             needed = max(least, self.run.settings.min_clients if not ledger.round else 1)
@@ -107,7 +107,7 @@ class Membership:
 
     # Who joins
 
-    def _let_in(self, strangers: dict[str, int]) -> None:
+    def _admit(self, strangers: dict[str, int]) -> None:
         """Ask nodes that are not members for their examples and steps, and make members of those that fit."""
         for name in strangers:
             seconds = min(2 * self.waiting[name].seconds, LONGEST_WAIT) if name in self.waiting else FIRST_WAIT
@@ -143,11 +143,11 @@ class Membership:
             partition = facts.get("partition")
             return partition if isinstance(partition, int) else math.inf, name, size, steps
 
-        content = run.instruction(RecordDict(), {"task": run.task(run.ledger.round)._asdict()})
+        content = run.content(RecordDict(), {"task": run.task(run.ledger.round)._asdict()})
         return sorted(self.ask(Question("query", dict.fromkeys(strangers, content), read), strangers).values())
 
     def _join(self, newcomers: dict[str, Member]) -> None:
-        """Write new members down, with c as the mean over one more client each, whose c_i is zero."""
+        """Add new members to the ledger, with c as the mean over one more client each, whose c_i is zero."""
         run, ledger = self.run, self.run.ledger
         arrays, invariant = dict(ledger.arrays), run.algorithm.invariant
         if invariant is not None:
@@ -167,7 +167,7 @@ class Membership:
             log.warning("%s has %.0f%% of the weight, by its own count of examples.", heaviest, 100 * weights[heaviest])
 
     def _mass(self, members: Mapping[str, Member]) -> float:
-        """What the weights of members sum to before they are normalised."""
+        """The sum of members' weights before they are normalised."""
         return float(sum(member.size if self.run.settings.by_examples else 1 for member in members.values()))
 
     # Who loses its state, and who leaves
@@ -179,13 +179,13 @@ class Membership:
             return
         self.losses.update(lost)
         out = tuple(name for name in lost if self.losses[name] > LOSSES)
-        for name in out:  # it would cost everybody's controls again and again
+        for name in out:  # each new epoch resets all control variates
             self.waiting[name] = Wait(math.inf, math.inf)
             log.warning("%s has lost its state more than %d times and is not asked again.", name, LOSSES)
         self.new_epoch(f"{', '.join(lost)} lost control variates", out)
 
     def count_absences(self, online: Iterable[str]) -> None:
-        """Note which members were online in a round. It is written down when the round is counted."""
+        """Note which members were online in a round. It is saved when the round is counted."""
         members = self.run.ledger.members
         for name, member in members.items():
             members[name] = member._replace(absent=0 if name in online else member.absent + 1)

@@ -1,4 +1,4 @@
-"""What the server makes of an exchange's uploads."""
+"""The server's update from an exchange's uploads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Reply(NamedTuple):
 
 
 def merge(exchange: Exchange, server: Any, replies: Mapping[str, Reply], p: Mapping[str, float]) -> Arrays:
-    """The server's arrays after an exchange: what `aggregate` makes of the mean upload, and the mean buffers.
+    """The server's arrays after an exchange: `aggregate` of the mean upload, and the mean buffers.
 
-    The mean is over those that replied, each of whom stands for N / |S| clients, as in simulation.
+    The mean is over the nodes that replied, each of which stands for N / |S| clients, as in simulation.
     """
     fraction = len(replies) / len(p)
     p_of_cohort = np.array([p[name] for name in replies])

@@ -60,12 +60,12 @@ def ask(
     question: Question,
     nodes: Mapping[str, int],
     timeout: float,
-    on_refusal: Callable[[str, dict[str, Any]], None],
+    on_rejection: Callable[[str, dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """What `question.read` makes of each reply, by the node's name, when all have replied or the time is up.
+    """Each reply, as `question.read` reads it, by the node's name, when all have replied or the time is up.
 
-    A node is left out and named in the log if it does not answer, reports an error, refuses (`on_refusal` gets what it
-    says), sends more than it was asked for, or is refused by `read`.
+    A node is left out and named in the log if it does not answer, reports an error, rejects the order (`on_rejection`
+    gets its reason), sends more than it was asked for, or sends a reply that `read` rejects.
     """
     waiting = _send(grid, question, nodes, timeout)
     kept: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def ask(
                 log.warning("A second reply to one message was dropped.")
                 continue
             try:
-                kept[name] = _read(name, message, question, on_refusal)
+                kept[name] = _read(name, message, question, on_rejection)
             except CovaryError as error:
                 log.warning("%s is left out: %s", name, shown(error, 600))
             except Exception as error:
@@ -105,20 +105,20 @@ def _send(grid: WatchedGrid, question: Question, nodes: Mapping[str, int], timeo
     return sent
 
 
-def _read(name: str, message: Message, question: Question, on_refusal: Callable[[str, dict[str, Any]], None]) -> Any:
-    """What the question makes of one reply; refused where the reply is not what was asked for."""
+def _read(name: str, message: Message, question: Question, on_rejection: Callable[[str, dict[str, Any]], None]) -> Any:
+    """One reply, as the question reads it. A reply that was not asked for is rejected."""
     if message.has_error():
         raise CovaryError(failure(message.error.code))
     check_content(message.content, question.records, sum(question.records.values()) + FACTS_BYTES)
     facts = facts_of(message)
     if "refused" in facts:
-        on_refusal(name, facts)
+        on_rejection(name, facts)
         raise CovaryError(explained(facts))
     return question.read(name, message, facts)
 
 
 def failure(code: int) -> str:
-    """What an error of Flower's means; its own text is not shown, as it may quote anything.
+    """The meaning of one of Flower's errors. Its own text is not shown, because it may quote anything.
 
     >>> failure(5)
     'Flower reports error 5: the SuperLink no longer hears from the node. Check that it is running and connected.'

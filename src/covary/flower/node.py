@@ -119,7 +119,7 @@ def run_node(node: Node) -> int:
 
 
 def check_key(path: Path) -> None:
-    """Refuse what is not a node's private key: an elliptic curve key in OpenSSH form that only its user can read.
+    """Reject a file that is no node's private key: an elliptic curve key in OpenSSH form that only its user can read.
 
     >>> check_key(Path("hospital-z"))
     Traceback (most recent call last):
@@ -143,7 +143,7 @@ MAKE_KEY = 'Make one: ssh-keygen -t ecdsa -b 384 -N "" -C "" -f FILE'
 
 
 def check_port(port: int) -> None:
-    """Refuse a port that is not free for the SuperNode's own processes."""
+    """Reject a port that is not free for the SuperNode's own processes."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -229,7 +229,7 @@ def check_gate(superlink: str, ca: Path) -> Answer:
 
 
 def compare_clocks(now: float, date: str) -> str:
-    """Refuse a clock that Flower refuses. It signs requests with the time, which may be 5 s ahead or 300 s behind.
+    """Reject a clock that Flower rejects. It signs requests with the time, which may be 5 s ahead or 300 s behind.
 
     >>> compare_clocks(1e9, "Sun, 09 Sep 2001 01:46:40 GMT")
     'The clocks agree.'
@@ -433,7 +433,7 @@ def why_ended(node: Node, last: Sequence[str], status: int) -> str:
             f"The SuperLink does not admit {node.key}. If the key is not registered, its operator runs: flwr "
             f"supernode register {public} here. If this node was cut off, it is admitted again within a minute."
         )
-    if status == 0:  # what Flower does when a signature is refused
+    if status == 0:  # what Flower does when a signature is rejected
         return (
             f"The SuperLink no longer accepts {node.key}: the key was unregistered, or the SuperLink was started "
             f"without its --database. Its operator runs: flwr supernode register {public} here"

@@ -81,7 +81,7 @@ class Owner(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a handler works with: one instruction, and this node."""
+    """What a handler works with: one order, and this node."""
 
     message: Message
     facts: dict[str, Any]
@@ -93,7 +93,7 @@ class Visit(NamedTuple):
 
 
 def build_app(node_of: Callable[[Context], Node], owner: Owner) -> ClientApp:
-    """A node's ClientApp. What it does not do, it refuses by name."""
+    """A node's ClientApp. It rejects an order that it does not follow, with the name of the reason."""
     if not isinstance(owner.limits, Limits):
         came = type(owner.limits).__name__
         raise refused("limits", "a covary.flower.Limits", came, "Try Limits(smallest_batch=32).")
@@ -129,7 +129,7 @@ def introduce(visit: Visit) -> RecordDict:
     """The reply to a server that does not know this node yet: its examples, steps and buffers."""
     task, node = Task.read(visit.facts["task"]), visit.node
     permitted(task, visit)
-    visit.state.ready()  # refused now rather than in every round
+    visit.state.ready()  # rejected now rather than in every round
     facts = {"size": node.size, "steps": node.steps(task.training), "buffers": sorted(node.buffers)}
     return pack(facts | {"partition": visit.partition})
 
@@ -197,7 +197,7 @@ def permitted(task: Task, visit: Visit) -> Algorithm:
 
 
 def _check_model(visit: Visit) -> None:
-    """Refuse a server with another model, and a model that a clip does not cover."""
+    """Reject a server with another model, and a model that a clip does not cover."""
     node, facts = visit.node, visit.facts
     if facts["form"] != node.form:
         raise OtherModel(f"the server's model is {facts['about']}, this node's {len(node.x)} numbers of {node.x.dtype}")

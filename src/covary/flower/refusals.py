@@ -144,7 +144,7 @@ def _name(error: BaseException) -> str:
 
 
 def explained(facts: Mapping[str, Any]) -> str:
-    """What the server's log says of a refusal. Nothing of it is the node's own text.
+    """The server's log line about a rejected order. It has none of the node's own text.
 
     >>> explained({"refused": "BeyondLimit", "limit": "most_jobs", "reference": "0a1b2c3d"})
     'BeyondLimit (most_jobs): its owner does not allow it. See reference 0a1b2c3d in its own log.'

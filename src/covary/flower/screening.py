@@ -1,4 +1,4 @@
-"""How large each upload is beside the others, and which are left out for it.
+"""The size of each upload beside the others, and the uploads that are left out because they are too large.
 
 A mean has no defence against one wrong term. So the norm of every upload and its cosine with the sum of the others are
 measured and written into the history, and an upload with several times the median norm is not counted. To the journal

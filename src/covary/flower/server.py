@@ -1,4 +1,4 @@
-"""The server's rounds, among the nodes that are online; each is written down before anything more is sent."""
+"""The server's rounds with the nodes that are online. Each round is saved before anything else is sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from covary.flower.watch import WatchedGrid
 from covary.runs.files import held
 from covary.simulate import Run
 
-VISITS = 3  # of a warm start to a member that does not reply, before it goes on without it
+VISITS = 3  # of a warm start to a member that does not reply, before the run continues without it
 HELD = 1.0  # seconds to wait for the checkpoint, which `covary status` may be reading
 
 
@@ -79,7 +79,7 @@ class Round:
 
     number: int
     exchanges: tuple[Exchange, ...]
-    steps: int | None  # K, where the server can form from it what option II leaves unsent
+    steps: int | None  # K, if the server can compute from it what option II does not send
     warm: bool  # it belongs to the warm start
     cohort: list[str]
     row: dict[str, Any]  # of the history
@@ -119,7 +119,7 @@ class Server:
         return self._result(reached, diverged)
 
     def _check_progress(self, online: dict[str, int], seconds: float) -> None:
-        """Give up where no round can be counted."""
+        """Stop if no round can be counted."""
         round, settings = self.ledger.round, self.settings
         if self.members.stale >= set(online):
             raise CovaryError(
@@ -152,7 +152,7 @@ class Server:
         )
 
     def _finish(self, online: dict[str, int] | None) -> bool:
-        """Measure the round just done, if that is due, and write it down. True if the run has met its target."""
+        """Measure the round just done, if that is due, and save it. True if the run has met its target."""
 
         def measure() -> dict[str, Any]:
             nodes = self.members.meet() if online is None else online
@@ -195,7 +195,7 @@ class Server:
         return Round(number, exchanges, steps, bool(unvisited), cohort, row)
 
     def _exchanges(self, warm: bool) -> tuple[tuple[Exchange, ...], int | None]:
-        """A round's exchanges, and K where the server can form from it what option II leaves unsent."""
+        """A round's exchanges, and K if the server can compute from it what option II does not send."""
         steps = {member.steps for member in self.ledger.members.values()}
         by_examples = self.settings.by_examples and len({m.size for m in self.ledger.members.values()}) > 1
         K = steps.pop() if len(steps) == 1 and not by_examples else None
@@ -212,7 +212,7 @@ class Server:
         return [name for name in left if self.unanswered[self.ledger.epoch, name] < VISITS]
 
     def _cohort(self, number: int, online: dict[str, int], unvisited: list[str]) -> list[str]:
-        """Uniform among those that are online: when all are, simulation's own draw."""
+        """Draw uniformly among the members online. If all are online, this is the simulation's draw."""
         s = self.settings
         S, N = s.clients_per_round, len(self.ledger.members)
         S = cohort_size(S if S is None or isinstance(S, float) else min(S, N), N)
@@ -230,7 +230,7 @@ class Server:
     # One exchange of a round
 
     def _collect(self, this: Round, number: int, online: dict[str, int]) -> Collected:
-        """The uploads of an exchange that may be counted; the row gets what was measured of all of them."""
+        """The uploads of an exchange that may be counted; the row gets the measurements of all of them."""
         task = self.deployment.task(this.number)._replace(trip=number, warm=this.warm, steps=this.steps)
         nodes = {name: online[name] for name in this.cohort}
         collected = collect(self.deployment, self.members, this.exchanges[number - 1], task, nodes)
@@ -243,7 +243,7 @@ class Server:
         return collected
 
     def _screen(self, this: Round, number: int, collected: Collected) -> None:
-        """Take out the uploads that are too large beside the others, and note what all of them were like."""
+        """Remove the uploads that are too large beside the others, and record the norms of all."""
         replies, bound = collected.replies, None if self.algorithm.lockstep else self.settings.screen
         earlier = self.record.uploads(self.ledger.epoch)
         left_out, records = screened(number, replies, self.ledger.members, self.deployment.buffers, earlier, bound)
@@ -264,7 +264,7 @@ class Server:
         return min(self.settings.min_replies, len(this.cohort)) if this.warm else self.settings.min_replies
 
     def _abandon(self, this: Round, replies: int) -> None:
-        """Count nothing of an exchange; the round is tried again from its first one."""
+        """Count nothing of an exchange; the round restarts from its first exchange."""
         asked = len(this.cohort)
         text = "Round %d: %d of %d nodes replied, which is too few. The round starts again."
         log.warning(text, this.number, replies, asked)
@@ -272,7 +272,7 @@ class Server:
             self.ledger.count({}, self.ledger.arrays, exchanges_done=0, cohort=[])
 
     def _count(self, this: Round, number: int, collected: Collected, arrays: Arrays, online: dict[str, int]) -> None:
-        """Write down that these uploads are counted, and with the last exchange the round."""
+        """Count these uploads, on the disk, and with the last exchange the round."""
         ledger, replies = self.ledger, collected.replies
         this.drift += float(np.mean([reply.drift for reply in replies.values()]))
         this.cohort = list(replies)

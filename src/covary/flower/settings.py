@@ -32,7 +32,7 @@ class Settings(Training):
     round_timeout: float = 600.0  # seconds for an exchange; a node that replies later is left out
     patience: float = 600.0  # seconds without a finished round, or without enough nodes, before the server gives up
     forget_after: int | None = None  # rounds of absence after which a node counts as gone for good
-    largest: float = 1e6  # uploads with larger numbers are refused
+    largest: float = 1e6  # uploads with larger numbers are rejected
     screen: float | None = 5.0  # uploads with more than so many times the median norm are not counted
     checkpoint: str | Path = "checkpoint"
     resume: bool = False
@@ -69,7 +69,7 @@ OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "f
 
 
 def _meant(name: str, value: Any) -> Any:
-    """A value of a run configuration, which cannot say None: 0 and "" stand for it."""
+    """A value of a run configuration, in which 0 and "" stand for None."""
     return None if name in OPTIONAL and value in (0, "") else value
 
 

@@ -40,7 +40,7 @@ class StateFolder:
         self.account = File(path / "account", private=True)
 
     def admit(self, job: str | None) -> None:
-        """Count an order, before any work. It is refused when the owner's limits are used up."""
+        """Count an order, before any work. It is rejected when the owner's limits are used up."""
         if job is not None and not JOB.fullmatch(job):
             raise NotCovarys(f"{job!r} is not the name of a job")
         with self._counts() as counts:
@@ -52,7 +52,7 @@ class StateFolder:
                 self._prune()
 
     def ready(self) -> None:
-        """Refuse a folder that cannot be written to, before the first order."""
+        """Reject a folder that cannot be written to, before the first order."""
         with self._counts():
             pass
 

@@ -11,7 +11,7 @@ from covary.flower.refusals import NotCovarys, UnknownAlgorithm
 
 
 class Task(NamedTuple):
-    """What is asked of a node besides the vectors: the facts of an instruction.
+    """What is asked of a node besides the vectors: the facts of an order.
 
     A question to a node that is not a member yet leaves the defaults.
     """
@@ -22,13 +22,13 @@ class Task(NamedTuple):
     round: int
     trip: int = 1  # the number of the exchange in its round, under the name that it has on the wire
     warm: bool = False  # it belongs to the warm start
-    steps: int | None = None  # K, where the server forms from it what option II leaves unsent
+    steps: int | None = None  # K, if the server computes from it what option II does not send
     number: int = 0  # i
     cohort: int = 0  # nodes that are asked in this exchange
 
     @classmethod
     def read(cls, facts: Any) -> Task:
-        """The task of an instruction, refused unless its numbers are what they should be."""
+        """The task of an order, which is rejected unless its numbers are valid."""
         try:
             task = cls(**facts)
             for name, least, most in (("seed", 0, 2**32 - 1), ("round", 0, 2**31 - 1), ("trip", 1, 8)):

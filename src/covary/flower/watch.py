@@ -1,4 +1,4 @@
-"""A grid whose calls end. Flower's own retries without limit when the SuperLink is gone."""
+"""A grid whose calls time out. Flower's own grid retries for ever when the SuperLink is gone."""
 
 from __future__ import annotations
 

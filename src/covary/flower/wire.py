@@ -25,7 +25,7 @@ def pack(facts: Mapping[str, Any], **vectors: Mapping[str, Any]) -> RecordDict:
 
 
 def facts_of(message: Message) -> dict[str, Any]:
-    """The facts of a message; refused if it has none."""
+    """The facts of a message, which is rejected if it has none."""
     try:
         facts = json.loads(str(message.content.config_records[FACTS]["facts"]))
     except (KeyError, ValueError, RecursionError) as error:
@@ -36,9 +36,9 @@ def facts_of(message: Message) -> dict[str, Any]:
 
 
 def vectors_of(message: Message, group: str, like: Mapping[str, Any], largest: float | None = None) -> dict[str, Any]:
-    """A group of vectors, refused unless they have the names, shapes and types of `like` and are finite.
+    """A group of vectors, rejected unless they have the names, shapes and types of `like` and are finite.
 
-    With `largest`, numbers above it are refused too.
+    With `largest`, numbers above it are rejected too.
     """
     record = message.content.array_records.get(group, {})
     if sorted(record) != sorted(like):
@@ -70,7 +70,7 @@ def _numbers(what: str, data: bytes, expected: np.ndarray) -> np.ndarray:
 
 
 def check_content(content: RecordDict, groups: Iterable[str], most: int) -> None:
-    """Refuse a reply with other records than expected, or with more bytes, before anything in it is decoded."""
+    """Reject a reply with other records than expected, or with more bytes, before anything in it is decoded."""
     strange = set(content) - {FACTS, *groups}
     if strange:
         raise CovaryError(f"its reply has {len(strange)} records that were not asked for")

@@ -1,4 +1,4 @@
-"""A server for the report on this machine, which updates the report while its runs go on."""
+"""A server for the report on this machine, which updates the report during its runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What outlives a run: files that survive a crash, run folders, and what a report draws of them."""
+"""Files that survive a crash, run folders, interruptions, and the machine."""

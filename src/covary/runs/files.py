@@ -129,13 +129,13 @@ def content_of(path: Path, most: int) -> bytes:
         os.close(number)
 
 
-def refuse_links(folder: Path) -> None:
+def reject_links(folder: Path) -> None:
     """Raise an error if a folder contains a link, because writing through it would change another file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
     ...     (Path(folder) / "results.jsonl").symlink_to("elsewhere")
-    ...     refuse_links(Path(folder))
+    ...     reject_links(Path(folder))
     Traceback (most recent call last):
     covary.errors.CovaryError: .../results.jsonl is a link: writing to it would change another file. Remove it.
     """
@@ -165,7 +165,7 @@ def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
         if private and stat.S_IMODE(folder.stat().st_mode) & 0o077:
             folder.chmod(0o700)
-        refuse_links(folder)
+        reject_links(folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(folder / "lock", flags, 0o600 if private else 0o644)
     except (OSError, ValueError) as error:

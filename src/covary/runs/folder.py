@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from covary.errors import CovaryError
-from covary.runs.files import Damaged, content_of, held, refuse_links, replace
+from covary.runs.files import Damaged, content_of, held, reject_links, replace
 
 LARGEST = 2**30  # bytes of a results file
 
@@ -71,7 +71,7 @@ class RunFolder:
         with contextlib.ExitStack() as hold:
             hold.enter_context(held(path))
             for parent, *_ in os.walk(path):
-                refuse_links(Path(parent))
+                reject_links(Path(parent))
             folder._hold = hold.pop_all()
         return folder
 
@@ -141,7 +141,7 @@ class RunFolder:
         self._hold.close()
 
     @staticmethod
-    def refuse_unwritable(parent: Path) -> None:
+    def reject_unwritable(parent: Path) -> None:
         """Raise an error if no folder can be created in the parent, before long work begins."""
         nearest = next(path for path in (parent.absolute(), *parent.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):

@@ -23,7 +23,7 @@ class Interruption:
 
     asked = False
 
-    def heard(self) -> bool:
+    def requested(self) -> bool:
         return self.asked
 
     def stop(self, folder: Path, round: int) -> None:
@@ -43,7 +43,7 @@ def interruptions() -> Iterator[Interruption]:
         return
     before: dict[int, Any] = {}
 
-    def heard(number: int, frame: Any) -> None:
+    def remember(number: int, frame: Any) -> None:
         interruption.asked = True
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -51,7 +51,7 @@ def interruptions() -> Iterator[Interruption]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, heard)
+                before[number] = signal.signal(number, remember)
         yield interruption
     finally:
         for number, handler in before.items():

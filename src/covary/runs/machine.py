@@ -28,7 +28,7 @@ def host_memory() -> int:
 
 
 def device_memory() -> int:
-    """Bytes that JAX's first device can hold; the host's memory where the device does not say."""
+    """Bytes that JAX's first device can hold; the host's memory if the device does not report it."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}

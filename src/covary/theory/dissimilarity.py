@@ -19,7 +19,7 @@ from covary.errors import InvalidInput, refused
 from covary.problem import Problem
 from covary.runs.machine import device_memory
 from covary.simulate import simulate
-from covary.theory.estimate import Estimate, mean_error, refuse_nan
+from covary.theory.estimate import Estimate, mean_error, reject_nan
 from covary.theory.oracle import Oracle
 
 
@@ -98,7 +98,7 @@ def gradient_dissimilarity(
     parts = oracle.clients(ids)
     loss, squares, _, mean = oracle.survey(x, parts, w, 0 * x)
     _, _, deviations, _ = oracle.survey(x, parts, w, mean)
-    refuse_nan(ids, squares + loss, "gradient")
+    reject_nan(ids, squares + loss, "gradient")
     m, N = len(ids), oracle.problem.n_clients
     unbiased = 1.0 if m == N else m / (m - 1) * (N - 1) / N
     square = unbiased * float(w @ deviations.astype(float))
@@ -196,7 +196,7 @@ def gradient_noise(
         centres = oracle.gradients(x, oracle.clients(ids[some]))
         squares.append(oracle.square_deviations(x, rows[some], centres))
     squares = np.concatenate(squares).astype(float)
-    refuse_nan(ids, squares.sum(axis=1), "gradient")
+    reject_nan(ids, squares.sum(axis=1), "gradient")
     variances, errors = np.zeros(len(ids)), np.zeros(len(ids))
     for k, (n, size) in enumerate(zip(taken, sizes, strict=True)):
         if size > 1:

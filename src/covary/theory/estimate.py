@@ -32,7 +32,7 @@ def mean_error(values: np.ndarray, weights: np.ndarray, left_out: float) -> floa
     return float(np.linalg.norm(weights * (values - weights @ values)) * np.sqrt(left_out))
 
 
-def refuse_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
+def reject_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
     bad = ids[~np.isfinite(values)]
     if bad.size:
         raise InvalidInput(

@@ -12,7 +12,7 @@ from covary.checks import whole
 from covary.errors import InvalidInput
 from covary.problem import Problem
 from covary.runs.machine import device_memory
-from covary.theory.estimate import Estimate, refuse_nan
+from covary.theory.estimate import Estimate, reject_nan
 from covary.theory.lanczos import lanczos
 from covary.theory.oracle import Oracle
 
@@ -80,10 +80,10 @@ def curvature(
         return jnp.asarray(oracle.rng.normal(size=(count, d)), x.dtype)
 
     alone = lanczos(lambda V: oracle.own_products(x, V, own), random(len(ids)), steps, _both_ends_settled)
-    refuse_nan(ids, alone.values.sum(axis=1), "Hessian")
+    reject_nan(ids, alone.values.sum(axis=1), "Hessian")
     beta = _largest(alone.norms, alone.norm_errors, others.beta, oracle.cost - before)
     lowest = _largest(-alone.values[:, 0], alone.errors[:, 0], None, beta.cost)
-    _refuse_kinks(oracle, x, beta.value)
+    _reject_kinks(oracle, x, beta.value)
 
     before = oracle.cost
     if len(ids) * product * STEPS <= CHEAP:
@@ -141,7 +141,7 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
         one, _, mean = oracle.responses(x, v, parts, w, 0 * x)
         squares += one
         deviations += oracle.responses(x, v, parts, w, mean)[1]
-    refuse_nan(ids, squares, "Hessian")
+    reject_nan(ids, squares, "Hessian")
     ranks = np.minimum(*(np.argsort(np.argsort(-response)) for response in (squares, deviations)))
     striking = np.zeros(len(ids), bool)
     striking[np.argsort(ranks, kind="stable")[: -(-most // 2)]] = True
@@ -238,7 +238,7 @@ def _largest(values: np.ndarray, errors: np.ndarray, responses: Responses | None
     return Estimate(largest, float(np.hypot(unfinished, unseen)), cost)
 
 
-def _refuse_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
+def _reject_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
     """Reject a loss whose gradient jumps, because its second derivative is then meaningless.
 
     A step along the gradient that should change it by a hundredth or a tenth must not change it ten times as much.

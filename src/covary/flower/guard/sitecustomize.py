@@ -56,7 +56,7 @@ class OnlyApproved:
         return path is not None and any(os.path.realpath(path).startswith(app + os.sep) for app in self.approved)
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Where Flower is about to install another app, refuse it by name: its own error would quote a path."""
+        """Reject another app by name before Flower installs it: Flower's own error would quote a path."""
         if event == "os.mkdir" and isinstance(arguments[0], str | os.PathLike):
             place = str(os.fspath(arguments[0]))
             here = any(place.startswith(os.path.dirname(app) + os.sep) for app in self.approved)

@@ -34,7 +34,7 @@ def gate(
         superlink: where the SuperLink listens, on this machine.
         certificates: the folder of ca.crt, server.crt and server.key.
         run: a folder where nginx may write.
-        log: where refused requests are logged: a file, or syslog.
+        log: where rejected requests are logged: a file, or syslog.
 
     >>> "listen 8443 ssl;" in gate(listen="8443")
     True
