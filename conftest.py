@@ -1,6 +1,6 @@
-"""All tests run in float64, where exactness is claimed to 1e-10; float32 is JAX's and the command line's default.
+"""All tests run in float64, where numbers agree to 1e-10; float32 is JAX's and the command line's default.
 
-Eight CPU devices stand in for eight accelerators. Programs are kept in a folder that all workers share, between runs.
+Eight CPU devices stand in for eight accelerators. Programs are cached in a folder that all workers share, between runs.
 At the end of a run, the ten most expensive tests are listed.
 """
 

@@ -12,7 +12,7 @@ from helpers import HANGS, ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 AXE = ROOT / ".venv" / "node_modules" / "axe-core" / "axe.min.js"
-ALONE = [  # it talks to nobody but the page
+ALONE = [  # it connects only to the page
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -37,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(where: str, width: int = 1200, **options: Any) -> Iterator[Any]:
-    """A page at an address, which must neither complain on the console nor ask anyone else for anything."""
+    """A page at an address, which must neither log errors nor send requests to other addresses."""
     with browser() as started:
         page = started.new_context(viewport={"width": width, "height": 900}, **options).new_page()
         page.set_default_timeout(1000 * HANGS)

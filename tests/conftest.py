@@ -1,4 +1,4 @@
-"""What tests share: the engine's modes, in each of which tests of the core hold, and a count of compilations."""
+"""Fixtures for all tests: the engine's modes, in each of which the core tests hold, and a count of compilations."""
 
 from __future__ import annotations
 

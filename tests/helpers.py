@@ -1,4 +1,4 @@
-"""Problems that several tests share, and a server in plain Python to hold the engine against."""
+"""Problems that several tests share, and a server in plain Python to compare the engine with."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def plain_server(
     return cv.plain.train(algorithm, clients, x, cohorts, K=K if equal else None)
 
 
-HANGS = 1800  # seconds that nothing takes, however busy the machine: a test that waits for as long says for what
+HANGS = 1800  # seconds: longer than anything takes, however busy the machine; a test that waits so long says for what
 
 
 def covary(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:

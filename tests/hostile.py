@@ -1,4 +1,4 @@
-"""Flower apps that nobody approved."""
+"""Flower apps that no owner approved."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ REQUIRED = 0.95
 
 class Target(NamedTuple):
     path: str
-    functions: tuple[str, ...]  # those that are mutated; none given: all of the file
+    functions: tuple[str, ...]  # the functions that are mutated; all of the file if empty
     first: str  # what to run, as on pytest's command line
     wider: str
 
@@ -100,9 +100,9 @@ TARGETS = (
         "src/covary/flower/journal.py",
         (),
         "tests/test_journal.py -k 'not broken_on_purpose'",
-        "tests/test_flower.py tests/test_doors.py -k '(simulated_one and scaffold-2) or unequal or goes_on_as"
-        " or deleted_disk or who_leaves or damaged_journal or old_copy or of_two_servers or one_state_folder"
-        " or resumed_with_another'",
+        "tests/test_flower.py tests/test_doors.py -k '(simulated_one and scaffold-2) or unequal"
+        " or killed_server_resumes or deleted_disk or leave_for_good or damaged_journal or old_copy or of_two_servers"
+        " or one_state_folder or resumed_with_another'",
     ),
     Target(
         "src/covary/flower/merge.py",
@@ -262,7 +262,7 @@ def mutants_of(target: Target) -> list[Mutant]:
 
 
 def changes(node: ast.AST, fields: dict[str, str], text: bool = False) -> Iterator[tuple[Any, ast.AST]]:
-    """Change the tree below the node in one place, yield the old and the new part, undo it, and so on."""
+    """Change the tree below the node in one place after the other; yield the old and the new part, then undo it."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "bases"):
             continue
@@ -350,7 +350,7 @@ OPTIONS = shlex.split(
 
 
 class Mutated(importlib.machinery.SourceFileLoader):
-    """Finds and loads one module, with other code than that on the disk."""
+    """Finds and loads one module, with code that differs from that on the disk."""
 
     def __init__(self, mutant: Mutant):
         name = mutant.target.path.removeprefix("src/").removesuffix(".py").replace("/", ".")
@@ -380,7 +380,7 @@ def prepare() -> None:
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # without making examples small
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
     hypothesis.settings.load_profile("mutants")
-    gc.freeze()  # pytest collects garbage several times: what is here by now is none
+    gc.freeze()  # pytest collects garbage several times; the objects of now stay
 
 
 class Seconds(NamedTuple):
@@ -395,7 +395,7 @@ def start(target: Target, mutant: Mutant | None, folder: Path, limit: Seconds) -
         return pid
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the parent
         signal.setitimer(signal.ITIMER_REAL, limit.wall)  # the signals of both end the process
         resource.setrlimit(resource.RLIMIT_CPU, (limit.cpu, limit.cpu))
         log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -413,7 +413,7 @@ def tested(target: Target, mutant: Mutant | None, folder: Path) -> int:
     import jax
 
     if mutant is not None:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # its programs are not worth keeping
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # its programs are not cached
         sys.meta_path.insert(0, Mutated(mutant))
     for tests in (target.first, target.wider):
         code = pytest.main([*OPTIONS, f"--basetemp={folder}", *shlex.split(tests)])

@@ -50,7 +50,7 @@ def modules(source: Path = SOURCE) -> Graph:
         graph[module] = set()
         for base, name in _imports(tree, module, module in packages):
             inner = f"{base}.{name}"
-            # a package may bind a name that one of its modules has too: then the package is what is asked
+            # a package may bind a name that one of its modules has too: the import is then from the package
             found = inner if inner in trees and name not in bound.get(base, ()) else base
             if found in trees and found != module:
                 graph[module].add(found)
@@ -141,7 +141,7 @@ def _short(module: str, room: str) -> str:
 
 
 def wrong(graph: Graph) -> list[str]:
-    """Everything that is not as it should be."""
+    """All violations of the order."""
     found = [f"{module} is in no room" for module in strangers(graph)]
     found += [line for room in LEVEL for line in upward(graph, room)]
     return found + [f"a cycle: {cycle}" for cycle in [*cycles(graph), *cycles(rooms(graph))]]

@@ -1,6 +1,6 @@
-"""Any configuration, sensible or not, through the API and the command line: it runs, or covary refuses it in words.
+"""Any configuration, sensible or not, in the API and on the command line: it runs, or covary rejects it with a message.
 
-`COVARY_CONFIGURATIONS` says how many (10,000 take about an hour), `COVARY_SEED` which.
+`COVARY_CONFIGURATIONS` sets how many (10,000 take about an hour), `COVARY_SEED` which.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covary.cli import app
 COUNT = int(os.environ.get("COVARY_CONFIGURATIONS", "120"))
 SEED = int(os.environ.get("COVARY_SEED", "0"))
 RAN: list[Path] = []
-HANGS = 900  # seconds that no small run takes, however busy the machine
+HANGS = 900  # seconds: longer than any small run takes, however busy the machine
 
 ODD = st.sampled_from(
     [
@@ -106,7 +106,7 @@ def problems():
 
 @contextlib.contextmanager
 def refused_or_fine(folder: Path):
-    """Nothing but covary's own errors gets out, in reasonable time."""
+    """It raises only covary's own errors, in reasonable time."""
 
     def stop(number, frame):
         raise AssertionError(f"still busy after {HANGS} s")
@@ -248,7 +248,7 @@ NAMES = ("scaffold", "scaffold", "fedavg", "dane", "feddyn", "x")
 COMMANDS = {
     "run": (NAMES, TRAINING | SINGLE | {"--mu": ("1",), "--local-epochs": ("1",)}),
     "sweep": (NAMES, TRAINING | GRID),
-    "compare": ((), {"--target": ("0",), "--seeds": ("0",)}),  # what takes long is refused here
+    "compare": ((), {"--target": ("0",), "--seeds": ("0",)}),  # long runs are rejected here
     "reproduce": (("table3", "table4", "x"), {"--seeds": ("1",), "--pixels": ("ink",), "--data": (".",)}),
     "diagnose": (("emnist", "x"), {"--clients": ("2",), "--similarity": ("0",), "--target": ("0.5",)}),
     "audit": ((".", "x"), {"--state": (".",)}),

@@ -36,7 +36,7 @@ def test_hyper_parameters(build, says):
         build()
 
 
-def test_local_optimisers_are_refused_with_the_reason():
+def test_local_optimisers_are_rejected_with_the_reason():
     class Adam:
         def update(self, grads, state):
             return grads, state
@@ -109,7 +109,7 @@ def test_arguments_in_the_wrong_place():
         cv.simulate(cv.scaffold(0.1), problem.data, 3)
 
 
-def test_algorithms_refuse_what_they_cannot_do():
+def test_algorithms_reject_what_they_do_not_support():
     problem = small_logistic([4, 8, 6])
     with pytest.raises(cv.CovaryError, match=r"vrl_sgd needs every client in every round.*got 2 of 3 clients"):
         cv.simulate(cv.vrl_sgd(0.1), problem, 3, clients_per_round=2)
@@ -232,7 +232,7 @@ def test_the_note_on_a_failing_model_names_at_most_five_arrays():
     assert len(note) < 300
 
 
-def test_a_loss_that_is_not_a_mean_is_refused():
+def test_a_loss_that_is_not_a_mean_is_rejected():
     def total(params, batch):
         return jnp.sum((batch[0] @ params - batch[1]) ** 2)
 

@@ -1,4 +1,4 @@
-"""Nothing lost: runs that were killed, stopped, short of disk or damaged go on with the numbers of undisturbed ones."""
+"""Nothing lost: runs that were killed, stopped, short of disk or damaged end with the numbers of undisturbed ones."""
 
 import contextlib
 import os
@@ -33,9 +33,9 @@ def same(found, expected):
 
 
 def work(kind, checkpoints, out, scratch, saves=None, pause=0.0):
-    """A process that does the work. It is killed when it has saved so many times and a moment has passed; then False.
+    """A process that does the work. False if it was killed, a moment after it had saved so many times.
 
-    What it saves is counted by its names, not by the time, so that a slow machine kills as often as a fast one.
+    Saves are counted by file names, not by time, so that a slow machine kills as often as a fast one.
     """
     command = [sys.executable, str(ROOT / "tests" / "killed.py"), kind, str(checkpoints), str(out)]
     same_programs = {
@@ -81,7 +81,7 @@ def killed_and_resumed(kind, tmp_path, kills):
     for _ in range(kills + 20):
         if done == kills:
             break
-        if work(*given, saves=chance.randint(1, 3), pause=chance.uniform(0.0, 0.05)):  # it came to its end
+        if work(*given, saves=chance.randint(1, 3), pause=chance.uniform(0.0, 0.05)):  # it ended by itself
             is_right()
             shutil.rmtree(tmp_path / "checkpoints")
         else:
@@ -159,8 +159,8 @@ def test_a_signal_in_the_last_rounds_stops_what_comes_after(tmp_path):
     assert cv.sweep(cv.scaffold, problem(), **call).table[0]["rounds"] == 10
 
 
-def test_controls_that_shrink_are_not_taken_for_broken(tmp_path):
-    """Where all clients have one optimum, the rounding errors of the first rounds outlast the controls themselves."""
+def test_shrinking_controls_do_not_violate_the_invariant(tmp_path):
+    """If all clients have the same optimum, rounding errors of the first rounds outlast the control variates."""
     A = np.stack([(1 + i) * np.eye(5, dtype=np.float32) for i in range(10)])
     call = {"rounds": 300, "clients_per_round": 2, "local_steps": 5, "x0": 1000 * np.ones(5), "eval_every": 50}
     with jax.enable_x64(False):
@@ -283,7 +283,7 @@ def test_only_clients_that_took_part_are_written(tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "flip"])
 @pytest.mark.parametrize("kind", ["round", "clients"])
-def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(harm, kind, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(harm, kind, tmp_path):
     stopped_run(tmp_path / "run")
     expected = cv.simulate(cv.scaffold(0.05), problem(), 30, **SETTINGS)
     newest = max((tmp_path / "run").glob(f"{kind}-*.safetensors"))
@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(harm, kind, 
         np.testing.assert_array_equal(run.clients.c_i, expected.clients.c_i)
 
 
-def test_every_cut_and_every_flipped_bit_is_seen(tmp_path):
+def test_every_truncation_and_every_flipped_bit_is_detected(tmp_path):
     file = File(tmp_path / "state")
     file.write({"x": np.arange(5.0), "c": np.ones((2, 3), np.float32)}, {"round": 7, "about": {"eta_l": 0.1}})
     content = file.path.read_bytes()
@@ -313,7 +313,7 @@ def test_every_cut_and_every_flipped_bit_is_seen(tmp_path):
             file.read()
 
 
-def test_all_damaged_is_refused(tmp_path):
+def test_a_folder_with_only_damaged_checkpoints_is_rejected(tmp_path):
     stopped_run(tmp_path)
     for path in tmp_path.glob("round-*"):
         path.write_bytes(b"")
@@ -333,14 +333,14 @@ def test_all_damaged_is_refused(tmp_path):
         ({"weights": "examples"}, "weights was uniform and is examples"),
     ],
 )
-def test_another_configuration_is_refused_with_the_difference(other, said, tmp_path):
+def test_another_configuration_is_rejected_with_the_difference(other, said, tmp_path):
     stopped_run(tmp_path)
     call = {"algorithm": cv.scaffold(0.05), "problem": problem(), "rounds": 30, **SETTINGS, **other}
     with pytest.raises(cv.CovaryError, match=said):
         cv.simulate(checkpoint=tmp_path, checkpoint_every=EVERY, **call)
 
 
-def test_other_data_or_another_model_is_refused(tmp_path):
+def test_other_data_or_another_model_is_rejected(tmp_path):
     stopped_run(tmp_path)
     data = problem().data
     x, y = data.examples
@@ -351,7 +351,7 @@ def test_other_data_or_another_model_is_refused(tmp_path):
         cv.simulate(cv.scaffold(0.05), cv.supervised(cv.models.mlp(6, 2, 3), data), 30, checkpoint=tmp_path, **SETTINGS)
 
 
-def test_a_folder_in_use_is_refused(tmp_path):
+def test_a_folder_in_use_is_rejected(tmp_path):
     def log(r, values):
         if r == 3:
             resumed(tmp_path)
@@ -360,7 +360,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
         cv.simulate(cv.scaffold(0.05), problem(), 30, log=log, checkpoint=tmp_path, checkpoint_every=EVERY, **SETTINGS)
 
 
-def test_a_full_disk_is_told_and_the_run_goes_on_elsewhere(tmp_path):
+def test_a_full_disk_is_reported_and_the_run_resumed_elsewhere(tmp_path):
     stopped_run(tmp_path / "small")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -457,7 +457,7 @@ def test_a_store_of_the_users_is_used_again_by_the_same_run_alone(tmp_path):
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("store", ["host", "disk"])
-def test_a_store_outside_the_devices_hears_a_signal_too(store, tmp_path):
+def test_a_signal_also_stops_a_run_with_a_store(store, tmp_path):
     def log(r, values):
         if r == 8:
             os.kill(os.getpid(), signal.SIGINT)

@@ -60,7 +60,7 @@ def test_a_diverging_run_says_so_and_fails(tmp_path):
     assert "diverged in round" in result.stderr
 
 
-def test_a_torn_line_and_rounds_done_twice_are_gone_when_a_run_goes_on(tmp_path):
+def test_a_torn_line_and_repeated_rounds_are_removed_when_a_run_is_resumed(tmp_path):
     args = ("run", "scaffold", "--rounds", "7", "--clients", "5", "--checkpoint", "saved", "--checkpoint-every", "3")
     assert covary(*args, cwd=tmp_path).returncode == 0
     results, whole = tmp_path / "saved" / "results.jsonl", (tmp_path / "saved" / "results.jsonl").read_text()
@@ -72,7 +72,7 @@ def test_a_torn_line_and_rounds_done_twice_are_gone_when_a_run_goes_on(tmp_path)
     assert results.read_text() == whole
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path):
+def test_ctrl_c_prints_how_to_resume(tmp_path):
     command = [sys.executable, "-m", "covary", "run", "scaffold", "--rounds", "20000", "--similarity", "0.1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: list(tmp_path.glob("runs/*/checkpoint/round-*")), "the run has a checkpoint", process)
@@ -109,14 +109,14 @@ def test_bench_works(run, tmp_path, monkeypatch):
     assert (folder / "speed.png").stat().st_size > 10_000
 
 
-def test_bench_refuses_what_it_does_not_have(tmp_path):
+def test_bench_rejects_unknown_parts(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
     assert "PARTS must be any of rounds, sweep, cnn, first, growth" in done.stderr
 
 
 def test_help_and_reports_load_no_jax(tmp_path):
-    """They answer at once; what trains brings JAX along when it runs."""
+    """They are fast because only commands that train import JAX."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"command": "run", "algorithm": "sgd"}')
     (tmp_path / "run" / "results.jsonl").write_text('{"round": 1, "loss": 0.5}\n')

@@ -15,7 +15,7 @@ K = 5
 
 
 def drifted(eta_l, mu=0.0):
-    """Where FedAvg and FedProx settle: K local steps move client i by -Q_i (A_i x + b_i), and the moves cancel."""
+    """The limit of FedAvg and FedProx: K local steps move client i by -Q_i (A_i x + b_i), and the moves cancel."""
     Q = [eta_l * sum(np.linalg.matrix_power(np.eye(4) - eta_l * (a + mu * np.eye(4)), k) for k in range(K)) for a in A]
     QA = sum(q @ a for q, a in zip(Q, A, strict=True))
     return -np.linalg.solve(QA, sum(q @ v for q, v in zip(Q, b, strict=True)))

@@ -1,4 +1,4 @@
-"""Reading data sets: the real files where they are at hand, and files that are not what they seem."""
+"""Reading data sets: the real files if they are available, and files with unexpected contents."""
 
 import gzip
 import hashlib
@@ -92,7 +92,7 @@ def idx(shape, data=None, magic=None):
     ],
     ids=["empty", "text", "truncated", "short", "long", "swapped", "magic", "huge"],
 )
-def test_a_file_that_is_not_what_it_seems(tmp_path, content, says):
+def test_a_file_with_unexpected_contents(tmp_path, content, says):
     path = tmp_path / "images.gz"
     path.write_bytes(content)
     with pytest.raises(cv.CovaryError, match=says):
@@ -218,7 +218,7 @@ def test_download_checks_and_unpacks(tmp_path):
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["resumes", "starts-over"])
-def test_a_broken_download_goes_on_where_it_stopped(tmp_path, ranges, monkeypatch):
+def test_a_broken_download_is_resumed(tmp_path, ranges, monkeypatch):
     monkeypatch.setattr(download, "BLOCK", 1000)
     with Server(archive(FILES), ranges) as server:
         server.limit = 700_000
@@ -231,7 +231,7 @@ def test_a_broken_download_goes_on_where_it_stopped(tmp_path, ranges, monkeypatc
     assert complete(tmp_path)
 
 
-def test_a_whole_archive_that_was_not_unpacked_is_not_fetched_again(tmp_path):
+def test_a_complete_archive_is_not_downloaded_again(tmp_path):
     with Server(archive(FILES)) as server:
         (tmp_path / "emnist.zip.part").write_bytes(server.content)
         fetch(tmp_path, server.url)
@@ -254,7 +254,7 @@ def test_a_damaged_archive_leaves_nothing_behind(tmp_path, damage):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_damaged_file_in_place_is_fetched_anew(tmp_path):
+def test_a_damaged_file_is_downloaded_again(tmp_path):
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data[:-1])
     with Server(archive(FILES)) as server:
@@ -262,7 +262,7 @@ def test_a_damaged_file_in_place_is_fetched_anew(tmp_path):
     assert complete(tmp_path)
 
 
-def test_a_server_that_is_not_there_or_says_no(tmp_path):
+def test_a_server_that_is_absent_or_answers_with_an_error(tmp_path):
     for url in ("http://127.0.0.1:9/gzip.zip", "http://127.0.0.1:bad/x", "nope", "http://127.0.0.1/a b"):
         with pytest.raises(cv.CovaryError, match=r"cannot be reached .* The same command resumes"):
             fetch(tmp_path, url)

@@ -1,4 +1,4 @@
-"""The diagnosis: its advice runs, its warnings fire where they should, and it refuses what it cannot judge."""
+"""The diagnosis: its advice runs, its warnings fire where they should, and it rejects what it cannot diagnose."""
 
 import json
 
@@ -125,7 +125,7 @@ def test_the_advice_and_the_verdict_agree(digits_found):
     assert (d.algorithm == "scaffold") <= d.scaffold_beats_fedavg
 
 
-def test_an_unreachable_target_is_said():
+def test_an_unreachable_target_is_reported():
     A, b = random_quadratics(N=5, d=3)
     d = cv.diagnose(cv.quadratics(A, b), target=("loss", -1e9), **quick)
     assert any("No run reached loss -1e+09 within 6 rounds" in text for text in d.warnings)
@@ -149,13 +149,13 @@ def test_an_unreachable_target_is_said():
         ({"x0": [1.0]}, "x0 must be"),
     ],
 )
-def test_wrong_arguments_are_refused_before_the_work(wrong, said):
+def test_wrong_arguments_are_rejected_before_the_work(wrong, said):
     A, b = random_quadratics(N=4, d=3)
     with pytest.raises(cv.CovaryError, match=said):
         cv.diagnose(cv.quadratics(A, b), **wrong)
 
 
-def test_problems_that_cannot_be_judged_are_refused():
+def test_problems_that_cannot_be_diagnosed_are_rejected():
     with pytest.raises(cv.CovaryError, match="at least 2 clients"):
         cv.diagnose(cv.quadratics(np.ones((1, 1, 1)), np.ones((1, 1))))
     with pytest.raises(cv.CovaryError, match="kinks"):

@@ -96,7 +96,7 @@ def test_constants_of_models_equal_brute_force(network, weights):
 
 
 def test_the_hessian_of_a_sample_leads_to_that_of_all(monkeypatch):
-    """More examples than are looked at while the client is sought, and clients in several parts."""
+    """More examples than the search for the client uses, and clients in several parts."""
     rng = np.random.default_rng(0)
     clients = [(rng.normal(0, 1 + i, (700, 3)) * [1, 2, 3], rng.integers(0, 3, 700)) for i in range(5)]
     problem = cv.supervised(cv.models.logistic_regression(3, 3), cv.FederatedData.from_clients(clients))
@@ -182,7 +182,7 @@ def test_sigma_is_the_variance_over_all_batches():
             squares.append(np.mean(of_batches))
         assert noise.sigma(size).value ** 2 == pytest.approx(np.mean(squares), rel=1e-9)
     assert noise.sigma(None).value == 0
-    assert noise.sigma(2).se == 0  # every example was looked at
+    assert noise.sigma(2).se == 0  # every example was measured
 
 
 def test_sigma_of_sampled_examples_has_an_honest_error():
@@ -208,7 +208,7 @@ def test_gradients_and_hessians_differ_independently():
 
 
 def test_objective_perturbation_makes_G_explode_and_scaffold_does_not_notice():
-    """A random linear term a client, as for privacy: delta stays 0."""
+    """A random linear term per client, as for privacy: delta stays 0."""
     A, _ = random_quadratics(N=1, d=5)
     rounds, G = [], []
     for size in (0.0, 1.0, 1e3):
@@ -309,7 +309,7 @@ def test_curvature_does_not_need_a_matrix():
 
 
 class Linear:
-    """y ≈ w·x with a loss of one's own."""
+    """y ≈ w·x with a user's own loss."""
 
     def __init__(self, loss, start=0.0):
         self.of, self.start = loss, start
@@ -339,12 +339,12 @@ def clients_of(sizes, seed=0):
 
 
 @pytest.mark.parametrize("kinked", [jnp.abs, lambda z: jnp.maximum(0, 1 - z), lambda z: jnp.abs(z) + 1e-3 * z**2])
-def test_a_loss_with_kinks_is_refused(kinked):
+def test_a_loss_with_kinks_is_rejected(kinked):
     with pytest.raises(cv.CovaryError, match=r"twice differentiable.*kinks"):
         theory.curvature(cv.supervised(Linear(kinked), clients_of([200, 200])))
 
 
-def test_a_loss_that_jax_cannot_differentiate_twice_is_refused():
+def test_a_loss_that_jax_cannot_differentiate_twice_is_rejected():
     @jax.custom_vjp
     def odd(z):
         return z**2
@@ -369,7 +369,7 @@ def test_a_custom_derivative_that_is_differentiable_will_do():
     assert own.beta.value == pytest.approx(plain.beta.value, rel=0.02)
 
 
-def test_no_curvature_at_all_is_said():
+def test_no_curvature_at_all_is_reported():
     with pytest.raises(cv.CovaryError, match="no curvature at all"):
         theory.curvature(cv.supervised(Linear(lambda z: z), clients_of([5, 5])))
 
@@ -383,7 +383,7 @@ def test_smooth_losses_of_any_scale_are_not_taken_for_kinked(scale):
         assert theory.curvature(cv.supervised(Linear(smooth), data)).beta.value > 0
 
 
-def test_a_support_vector_machine_is_refused_at_its_start():
+def test_a_support_vector_machine_is_rejected_at_its_start():
     class Machine(Linear):
         def loss(self, w, batch):
             return jnp.mean(jnp.maximum(0, 1 - jnp.sign(batch[1]) * (batch[0] @ w))) + 0.005 * jnp.sum(w**2)
@@ -448,13 +448,13 @@ class Linear1:
         return jnp.mean((batch[0] @ w - batch[1]) ** 2)
 
 
-def test_nan_curvature_is_said():
+def test_nan_curvature_is_reported():
     data = cv.FederatedData.from_clients([(np.eye(3), np.zeros(3)), (np.eye(3), np.ones(3))])
     with pytest.raises(cv.CovaryError, match=r"(gradient|Hessian) of client 0 .* NaN or infinite"):
         theory.curvature(cv.supervised(Linear(lambda z: jnp.abs(z) ** 1.5), data))
 
 
-def test_one_client_is_said():
+def test_one_client_is_rejected():
     with pytest.raises(cv.CovaryError, match="at least 2 clients"):
         theory.gradient_dissimilarity(cv.quadratics(np.ones((1, 1, 1)), np.ones((1, 1))))
 

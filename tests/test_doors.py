@@ -1,4 +1,4 @@
-"""A deployment in unfriendly company: a curious server, a lying node, a careless app, a machine that is gone."""
+"""Attacks on a deployment: a curious server, a lying node, a careless app, a machine that is gone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def upload(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> 
 
 
 class Seen:
-    """A module, a loss and a loader that say which rows and which dropout masks came by."""
+    """A module, a loss and a loader that record the rows and dropout masks they see."""
 
     def __init__(self, rows: int, own_generator: str = ""):
         x = torch.arange(rows, dtype=torch.float64)[:, None].repeat(1, D)
@@ -84,7 +84,7 @@ class Seen:
         self.masks: list[tuple[float, ...]] = []
 
     def module(self, context: Any) -> torch.nn.Module:
-        torch.manual_seed(0)  # as in many a script
+        torch.manual_seed(0)  # as in many scripts
         return torch.nn.Linear(D, CLASSES, dtype=torch.float64)
 
     def loader(self, context: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_function_that_builds_the_model_is_seeded_by_the_run(tmp_path):
     assert np.abs(first - start(2, "c")).max() > 0.01
 
 
-# Errors stay at home
+# Errors stay on the node
 
 
 SECRET = "patient Ada Lovelace, HIV positive"
@@ -235,7 +235,7 @@ def attack(folder: Path, batch: int, steps: int, limits: Limits) -> int:
 
 
 def test_rows_cannot_be_rebuilt_from_the_uploads_that_the_default_limits_allow(tmp_path):
-    assert attack(tmp_path / "open 1", 1, 1, OPEN) >= 32  # so the attack works
+    assert attack(tmp_path / "open 1", 1, 1, OPEN) >= 32  # the attack works without limits
     assert attack(tmp_path / "open 8", 8, 1, OPEN) >= 32  # and with larger batches too
     assert attack(tmp_path / "rows", 1, 1, Limits()) == 0
     assert attack(tmp_path / "one pass of rows", 1, 40, Limits()) == 0
@@ -299,7 +299,7 @@ def saturated(folder: Path, limits: Limits) -> int:
         ("largest_message", Limits(largest_message=10), {}),
     ],
 )
-def test_an_order_beyond_a_limit_is_refused_by_name_before_any_work(limit, limits, settings, tmp_path, capsys):
+def test_an_order_beyond_a_limit_is_rejected_by_name_before_any_work(limit, limits, settings, tmp_path, capsys):
     with pytest.raises(CovaryError):
         deploy(tmp_path, grid_of(tmp_path, parts(), limits=limits), cv.scaffold(0.3), 1, patience=0.1, **settings)
     assert f"BeyondLimit ({limit}): its owner does not allow it." in capsys.readouterr().out
@@ -322,7 +322,7 @@ def test_limits_on_orders_and_jobs_hold_across_jobs_and_restarts(tmp_path, capsy
     assert "BeyondLimit (most_jobs)" in capsys.readouterr().out
 
 
-def test_a_mistyped_limit_is_refused_and_a_name_that_an_app_made_up_stays_at_home(tmp_path, capsys, caplog):
+def test_a_mistyped_limit_is_rejected_and_an_apps_own_error_name_stays_on_the_node(tmp_path, capsys, caplog):
     with pytest.raises(CovaryError, match="spelled smallest-batch"):
         Limits().overridden({"smallest_batch": 33})
     assert refusal(type(SECRET, (Exception,), {})())["refused"] == "Exception"
@@ -351,14 +351,14 @@ def test_a_states_folder_is_private_and_old_jobs_leave_it(tmp_path):
     assert second.is_file()
 
 
-def test_two_nodes_on_one_state_folder_are_told_apart_and_named(tmp_path, capsys):
+def test_two_nodes_on_one_state_folder_are_detected_and_named(tmp_path, capsys):
     grid = grid_of(tmp_path, parts())
     grid.apps[1] = (
         client_app(cv.supervised(MODEL, cv.FederatedData.from_clients([parts()[1]])), state=tmp_path / "state0"),
         {},
     )
     run = deploy(tmp_path, grid, cv.scaffold(0.3), 6)
-    assert run.history["epoch"].tolist() == [0] * 6  # no epoch begins for it
+    assert run.history["epoch"].tolist() == [0] * 6  # it starts no epoch
     assert "SharedState: its state folder belongs to another node" in capsys.readouterr().out
     assert audit(tmp_path / "server", sorted(tmp_path.glob("state*"))).holds
 
@@ -394,7 +394,7 @@ def test_a_poisoned_upload_is_seen_and_not_counted(tmp_path, capsys):
     assert first["cosine"][1] == min(first["cosine"]) < 0
     assert "its upload has" in capsys.readouterr().out
     assert "in 20 of 20 rounds" in outcome(tmp_path / "poisoned" / "server").why
-    cv.write_report(tmp_path / "report.html", runs)  # a deployed history is drawn as any other
+    cv.write_report(tmp_path / "report.html", runs)  # the report of a deployed run
     rest = [tmp_path / "poisoned" / f"state{i}" for i in (0, 2, 3)]
     assert audit(tmp_path / "poisoned" / "server", rest).holds  # c is the mean, and the liar's c_i is zero in it
 
@@ -445,7 +445,7 @@ def test_drift_is_no_target():
         Settings(3, target="drift <= 1e-6")
 
 
-def test_a_claim_to_take_many_steps_gets_nobody_past_the_screen(tmp_path):
+def test_a_claim_to_take_many_steps_does_not_pass_the_screen(tmp_path):
     def lie(node: int, message: Message) -> Any:
         def claim(reply: Message) -> Message:
             if message.metadata.message_type == "query":
@@ -459,7 +459,7 @@ def test_a_claim_to_take_many_steps_gets_nobody_past_the_screen(tmp_path):
     assert run.history["left_out"].tolist() == [1, 1, 1]
 
 
-def test_who_joins_late_or_takes_more_steps_is_no_outlier(tmp_path):
+def test_a_node_that_joins_late_or_takes_more_steps_is_no_outlier(tmp_path):
     """The newcomer's first upload has 19 times the median norm of the others, whose c_i have settled."""
     grid = grid_of(tmp_path, parts(sizes=(40, 40, 40, 40, 400, 40), shift=0.3))
     late = grid.apps.pop(5)
@@ -474,14 +474,14 @@ def test_who_joins_late_or_takes_more_steps_is_no_outlier(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", [cv.dane(0.3, mu=0.1), cv.mime(0.3), cv.feddyn(0.3), cv.fedavg(0.3)], ids=str)
-def test_honest_nodes_pass_the_screen_and_two_trips_are_both_in_the_history(algorithm, tmp_path):
+def test_honest_nodes_pass_the_screen_and_both_exchanges_are_in_the_history(algorithm, tmp_path):
     run = deploy(tmp_path, grid_of(tmp_path, parts()), algorithm, 6)
     assert run.history["left_out"].sum() == 0
     trips = {record["trip"] for record in run.history["uploads"][-1]}
     assert trips == set(range(1, len(algorithm.exchanges) + 1))
 
 
-def test_a_reply_with_a_huge_record_nobody_asked_for_is_not_decoded_nor_counted(tmp_path, capsys):
+def test_a_reply_with_a_huge_unexpected_record_is_not_decoded_nor_counted(tmp_path, capsys):
     def fat(node: int, message: Message) -> Any:
         def grow(reply: Message) -> Message:
             arrays = {name: array.numpy() for name, array in reply.content.array_records.get("up", {}).items()}
@@ -496,7 +496,7 @@ def test_a_reply_with_a_huge_record_nobody_asked_for_is_not_decoded_nor_counted(
     assert "1 records that were not asked for" in capsys.readouterr().out
 
 
-def test_one_nodes_word_does_not_end_a_run(tmp_path, capsys):
+def test_one_nodes_claim_does_not_end_a_run(tmp_path, capsys):
     def boast(node: int, message: Message) -> Any:
         def lie(reply: Message) -> Message:
             reply.content = pack({"values": {"accuracy": 1.0, "loss": 0.0}, "tested": 2**31 - 1})
@@ -512,10 +512,10 @@ def test_one_nodes_word_does_not_end_a_run(tmp_path, capsys):
     assert [value for _, value in run.history["by_node"][-1]["accuracy"]].count(1.0) == 1
 
 
-# Honest ends
+# How a run ends
 
 
-def test_an_outcome_says_how_a_run_ended_and_status_exits_by_it(tmp_path, capsys):
+def test_the_outcome_of_a_run_and_the_exit_code_of_status(tmp_path, capsys):
     shell = CliRunner()
     deploy(tmp_path / "a", grid_of(tmp_path / "a", parts()), cv.scaffold(0.3), 3)
     assert outcome(tmp_path / "a" / "server").reached

@@ -117,7 +117,7 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch):
     for weights, parts in (("examples", ((10, 3),)), ("uniform", ((10, 1), (10, 3)))):
         losses = []
         for at_once, count in ((10**6, 1), *parts):
-            compiled.cache_clear()  # the number is no part of a program's name
+            compiled.cache_clear()  # a program's name does not contain the number
             monkeypatch.setattr("covary._engine.evaluate.EVALUATED_AT_ONCE", at_once)
             run = cv.simulate(cv.fedavg(0.1), problem, 3, **TRAINING, devices=count, weights=weights)
             losses.append(run.history["loss"])
@@ -187,7 +187,7 @@ def test_the_disk_holds_only_clients_ever_sampled(tmp_path):
     for wrong in (N, None, np.zeros((2, 2), int)):
         with pytest.raises(IndexError):
             c_i[wrong]
-    # Too many clients to look at in every round: the error is measured at the end.
+    # Too many clients to read in every round: the error is measured at the end.
     assert np.isnan(run.history["control_error"][:-1]).all()
     assert run.history["control_error"][-1] < 1e-12
 
@@ -207,7 +207,7 @@ class SquaredError:
 def test_a_temporary_store_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run = cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), 3, **TRAINING, store="disk")
-    assert not list(tmp_path.iterdir())  # not even now: nothing could be left behind, however the process ends
+    assert not list(tmp_path.iterdir())  # not even now, so nothing is left however the process ends
     assert np.abs(run.clients.c_i[:]).max() > 0
 
 
@@ -219,7 +219,7 @@ def test_states_of_another_run_are_not_overwritten(tmp_path):
     assert (np.load(tmp_path / "places.npy") >= 0).any()
 
 
-def test_a_full_disk_is_told(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     """A limit on the size of files stands in for the disk."""
     code = (
         "import resource, sys; sys.path.insert(0, 'tests')\n"
@@ -350,7 +350,7 @@ def test_a_loss_that_mixes_examples_is_not_cut_into_parts():
     ],
 )
 def test_an_algorithm_may_use_every_operator_and_even_more(change):
-    """Models are kept as blocks or as one vector; an algorithm does not notice."""
+    """Models are kept as blocks or as one vector; an algorithm works on both."""
     plain = cv.fedavg(0.1).exchanges[0]
 
     def step(local, down, client, grad):
@@ -380,7 +380,7 @@ def test_a_dict_of_examples_keeps_its_form(tmp_path):
     assert cv.FederatedData.open(tmp_path / "d").client(1)["image"].shape == (2, 3, 3)
 
 
-def test_bad_folders_are_refused(tmp_path, folder):
+def test_bad_folders_are_rejected(tmp_path, folder):
     path, _ = folder
     with pytest.raises(cv.CovaryError, match="folder must be a new folder"):
         cv.FederatedData.write(path, [])
@@ -404,7 +404,7 @@ def test_bad_folders_are_refused(tmp_path, folder):
         cv.FederatedData.open(path)
 
 
-def test_bad_engines_are_refused():
+def test_bad_engine_options_are_rejected():
     problem = small_logistic(SIZES)
     wrong = {
         "store": ("./cloud\0", "folder you can write to"),
@@ -450,7 +450,7 @@ def test_a_long_round_tries_widths_once_and_remembers(monkeypatch, tmp_path):
         ({"XDG_CACHE_HOME": "/dev/null"}, "import covary", None),
     ],
 )
-def test_a_users_own_settings_of_jax_stand(environment, code, count):
+def test_a_users_own_settings_of_jax_take_precedence(environment, code, count):
     code += (
         "; import jax, covary as cv; run = cv.simulate(cv.sgd(0.1), cv.lower_bound(1.0), 2)"
         "; print(len(jax.devices()), jax.config.jax_compilation_cache_dir)"

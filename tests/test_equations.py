@@ -1,6 +1,6 @@
 """Every algorithm against its paper's equations, written out again in NumPy, sampled and with every number set.
 
-On the plain server, which test_oracle.py holds the engine against in every mode.
+On the plain server, which test_oracle.py compares with the engine in every mode.
 """
 
 import numpy as np

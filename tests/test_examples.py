@@ -72,7 +72,7 @@ class Layered(nnx.Module):
 
 
 class Regression:
-    """What the docstring of flax_nnx.py speaks of: networks with a state beside their parameters."""
+    """Networks with a state beside their parameters, which the docstring of flax_nnx.py describes."""
 
     def __init__(self, layer, state, evaluate=False):
         network = Layered(layer, nnx.Rngs(0))
@@ -102,13 +102,13 @@ def data():
     return cv.FederatedData((x, x @ np.array([1, -2, 0.5], np.float32)), [6, 6])
 
 
-def test_counters_of_dropout_are_refused_as_parameters():
+def test_counters_of_dropout_are_rejected_as_parameters():
     with pytest.raises(cv.CovaryError, match=r"params\['layer'\].*must be real numbers; got dtype uint32"):
         cv.supervised(Regression(dropout, nnx.Variable), data())
 
 
 @pytest.mark.parametrize("layer", [dropout, batch_norm])
-def test_a_layer_that_changes_its_state_is_refused_by_flax(layer):
+def test_a_layer_that_changes_its_state_is_rejected_by_flax(layer):
     with pytest.raises(TraceContextError, match="Cannot mutate"):
         cv.supervised(Regression(layer, nnx.Param), data())
 

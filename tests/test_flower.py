@@ -1,4 +1,4 @@
-"""Deployment without processes: the apps on a loopback grid give simulation's numbers, and nothing bad gets in."""
+"""Deployment without processes: apps on a loopback grid give simulation's numbers, and invalid replies are rejected."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def batch_norm_network():
     return torch.nn.Sequential(norm, frozen, torch.nn.Linear(D, 3, dtype=torch.float64))
 
 
-def test_buffers_are_averaged_and_frozen_parameters_stay_at_home(tmp_path):
+def test_buffers_are_averaged_and_frozen_parameters_are_not_sent(tmp_path):
     data = parts()
     start = batch_norm_network()
     run = deploy(tmp_path, LoopbackGrid(torch_apps(tmp_path, data, batch_norm_network)), cv.scaffold(0.1), 1, start)
@@ -287,7 +287,7 @@ def test_batches_of_dicts_and_dropped_rows_are_weighed_by_what_was_seen(tmp_path
         (7, "tensors, or batches with a length"),
     ],
 )
-def test_loaders_that_cannot_be_trained_on_are_refused(loader, why, tmp_path, capsys, caplog):
+def test_loaders_that_cannot_be_trained_on_are_rejected(loader, why, tmp_path, capsys, caplog):
     apps = torch_apps(tmp_path, parts()[:2])
     apps[2] = (torch_client_app(torch_linear(), torch_loss, loader, state=tmp_path / "other"), {})
     deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.1), 1, torch_linear(), min_clients=2)
@@ -301,7 +301,7 @@ def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):
         deploy(tmp_path, grid, cv.scaffold(0.1), 1, MODEL, patience=0.5)
 
 
-# Nothing bad gets in
+# Invalid replies are rejected
 
 
 def tampered(change):
@@ -333,7 +333,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused_and_named_and_the_round_goes_on(lie, tmp_path, capsys):
+def test_a_lie_is_rejected_and_named_and_the_round_continues(lie, tmp_path, capsys):
     def liar(node, message):
         return tampered(LIES[lie]) if node == 1 and message.metadata.message_type == "train" else None
 
@@ -352,7 +352,7 @@ def test_a_lie_is_refused_and_named_and_the_round_goes_on(lie, tmp_path, capsys)
     assert "Traceback" not in out
 
 
-def test_a_bug_of_covarys_own_shows_its_traceback_and_the_round_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_bug_in_covary_shows_its_traceback_and_the_round_continues(tmp_path, monkeypatch, capsys):
     calls = []
 
     def broken(*arguments):
@@ -392,7 +392,7 @@ def test_each_error_of_flowers_is_explained_and_one_may_mean_an_app_that_is_not_
     assert unapproved == {ErrorCode.CLIENT_APP_RAISED_EXCEPTION}
 
 
-def test_a_replayed_reply_is_refused(tmp_path, capsys):
+def test_a_replayed_reply_is_rejected(tmp_path, capsys):
     old = []
 
     def fault(node, message):
@@ -411,7 +411,7 @@ def test_a_replayed_reply_is_refused(tmp_path, capsys):
     assert audited(tmp_path).gap < 1e-12
 
 
-def test_a_node_with_another_model_is_not_let_in(tmp_path, capsys):
+def test_a_node_with_another_model_is_not_admitted(tmp_path, capsys):
     apps = jax_apps(tmp_path, parts())
     x, y = parts()[0]
     other = cv.supervised(cv.models.mlp(D, 2, 3), cv.FederatedData.from_clients([(x, y)]))
@@ -438,7 +438,7 @@ def test_what_a_node_measures_cannot_rewrite_the_history(values, tmp_path):
     assert len(run.history) < 15
 
 
-def test_who_loses_its_state_again_and_again_is_not_asked_again(tmp_path, capsys):
+def test_a_node_that_keeps_losing_its_state_is_not_asked_again(tmp_path, capsys):
     def fault(node, message):
         if node == 1 and message.metadata.message_type == "train":
             shutil.rmtree(tmp_path / "state1", ignore_errors=True)
@@ -459,7 +459,7 @@ def test_a_node_that_missed_the_first_question_is_asked_again(tmp_path, monkeypa
             return "lost" if len(asked) == 1 else None
         return None
 
-    now = [0.0]  # an hour passes with every look at the clock
+    now = [0.0]  # every call of the clock adds an hour
     for room in ("membership", "messages"):
         monkeypatch.setattr(f"covary.flower.{room}.time", FastClock(now))
     deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, parts()), fault), cv.scaffold(0.3), 1, patience=1e9)
@@ -498,7 +498,7 @@ class Died(Exception):
 
 
 @pytest.mark.parametrize("name", ["scaffold", "dane"])
-def test_a_server_that_dies_goes_on_as_if_it_had_not(name, tmp_path):
+def test_a_killed_server_resumes_with_the_same_numbers(name, tmp_path):
     algorithm, data = ALGORITHMS[name], parts()
     calls, deadly = 0, {9, 17, 26, 38}
 
@@ -521,7 +521,7 @@ def test_a_server_that_dies_goes_on_as_if_it_had_not(name, tmp_path):
     assert not np.isnan(run.history["loss"]).any()
 
 
-def test_a_deleted_disk_begins_an_epoch_and_c_is_the_mean_again(tmp_path, capsys):
+def test_a_deleted_disk_starts_an_epoch_and_c_is_the_mean_again(tmp_path, capsys):
     trained = 0
 
     def fault(node, message):
@@ -538,7 +538,7 @@ def test_a_deleted_disk_begins_an_epoch_and_c_is_the_mean_again(tmp_path, capsys
     assert "Epoch 1 begins" in capsys.readouterr().out
 
 
-def test_who_joins_late_and_who_leaves_for_good(tmp_path, capsys):
+def test_nodes_that_join_late_and_that_leave_for_good(tmp_path, capsys):
     data = parts()
     grid = LoopbackGrid(jax_apps(tmp_path, data[:3]))
     deploy(tmp_path, grid, cv.scaffold(0.3), 3)
@@ -568,7 +568,7 @@ def test_too_few_replies_abandon_a_round_and_count_nothing(tmp_path, capsys):
     assert "too few" in capsys.readouterr().out
 
 
-def test_a_server_that_waits_in_vain_says_what_for(tmp_path):
+def test_a_server_that_waits_in_vain_reports_the_reason(tmp_path):
     grid = LoopbackGrid(jax_apps(tmp_path, parts()))
     with pytest.raises(CovaryError, match=r"4 nodes are online .* 5 are needed"):
         deploy(tmp_path, grid, cv.scaffold(0.3), 3, min_clients=5, patience=0.5)
@@ -587,7 +587,7 @@ def test_a_warm_start_survives_a_lost_message(tmp_path):
     np.testing.assert_allclose(run.x, simulated(cv.scaffold(0.3), parts(), 3, warm_start=True).x, atol=1e-12)
 
 
-def test_a_warm_start_waits_for_nobody(tmp_path):
+def test_a_warm_start_does_not_wait_for_silent_nodes(tmp_path):
     def fault(node, message):
         return "dropped" if node == 2 and message.metadata.message_type == "train" else None
 
@@ -600,7 +600,7 @@ def test_a_warm_start_waits_for_nobody(tmp_path):
     assert np.linalg.norm(mute.x) > 0
 
 
-def test_fewer_members_than_clients_per_round_is_no_end(tmp_path):
+def test_fewer_members_than_clients_per_round_do_not_end_a_run(tmp_path):
     grid = LoopbackGrid(jax_apps(tmp_path, parts()))
     deploy(tmp_path, grid, cv.scaffold(0.3), 2, clients_per_round=4)
     grid.offline = {1}
@@ -683,7 +683,7 @@ def test_a_torn_first_line_of_the_history_is_written_again(tmp_path):
     assert not np.isnan(run.history["loss"]).any()
 
 
-def test_lockstep_refuses_unequal_steps(tmp_path):
+def test_lockstep_rejects_unequal_steps(tmp_path):
     grid = LoopbackGrid(jax_apps(tmp_path, parts(sizes=(8, 12, 20))))
     with pytest.raises(CovaryError, match="from 2 to 5"):
         deploy(tmp_path, grid, cv.vrl_sgd(0.1), 1, local_steps=None, local_epochs=1)
@@ -714,17 +714,17 @@ def test_clipped_and_noised_before_it_is_kept_or_sent(apps, option, tmp_path):
         tmp_path, LoopbackGrid(apps(tmp_path, parts(), clip=0.01, noise=1.0)), cv.scaffold(0.3, 1.0, option), 3, model
     )
     assert audited(tmp_path).gap < 1e-10
-    assert np.isnan(noisy.history["drift"]).all()  # a number that was not clipped stays at home
+    assert np.isnan(noisy.history["drift"]).all()  # a number that was not clipped is not sent
 
 
-def test_a_node_that_clips_tells_no_loss_unless_it_says_so(tmp_path):
+def test_a_node_that_clips_reports_no_loss_by_default(tmp_path):
     for said, seen in ((None, False), (True, True)):
         apps = jax_apps(tmp_path / str(said), parts(), clip=0.1, evaluate=said)
         run = deploy(tmp_path / str(said), LoopbackGrid(apps), cv.scaffold(0.3), 1)
         assert ("loss" in run.history) is seen
 
 
-def test_noise_without_a_clip_is_refused():
+def test_noise_without_a_clip_is_rejected():
     with pytest.raises(CovaryError, match="clip must be set if noise is; got None"):
         client_app(cv.lower_bound(G=1), noise=1.0)
 
@@ -745,7 +745,7 @@ def test_a_checkpoint_is_not_overwritten_nor_resumed_with_another_run(tmp_path):
     np.testing.assert_array_equal(again.x, done.x)
 
 
-def test_two_servers_on_one_checkpoint_are_refused(tmp_path):
+def test_two_servers_on_one_checkpoint_are_rejected(tmp_path):
     def fault(node, message):
         with pytest.raises(CovaryError, match="in use by process"):
             deploy(tmp_path, grid, cv.scaffold(0.3), 2, resume=True)
@@ -755,7 +755,7 @@ def test_two_servers_on_one_checkpoint_are_refused(tmp_path):
     deploy(tmp_path, grid, cv.scaffold(0.3), 1)
 
 
-def test_a_damaged_checkpoint_is_told(tmp_path):
+def test_a_damaged_server_checkpoint_is_reported(tmp_path):
     grid = LoopbackGrid(jax_apps(tmp_path, parts()))
     deploy(tmp_path, grid, cv.scaffold(0.3), 1)
     ledger = tmp_path / "server" / "ledger"
@@ -785,7 +785,7 @@ def test_a_target_ends_the_run(tmp_path):
         {"patience": 0},
     ],
 )
-def test_settings_are_checked_at_the_door(wrong):
+def test_settings_are_checked_before_the_run(wrong):
     with pytest.raises(CovaryError):
         server_app(cv.scaffold(0.1), MODEL, **{"rounds": 3, **wrong})
 

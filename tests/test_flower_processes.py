@@ -53,7 +53,7 @@ def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
         found = [File(path).read() for path in here.state(name).glob("*/journal")]
         return found[0][1]["seq"] if found and found[0] else -1
 
-    # Not let in: a node whose key nobody registered, and one that does not trust the SuperLink's certificate.
+    # Not admitted: a node whose key is not registered, and one that does not trust the SuperLink's certificate.
     make_key(here.key("stranger"))
     here.start_node("stranger", {"partition-id": 0})
     other = here.folder / "other"
@@ -85,7 +85,7 @@ def test_killed_nodes_a_killed_server_and_a_deleted_disk(federation):
         assert not list(here.state(name).glob("*/journal"))
     assert "No SuperNode found with the given public key" in here.log("superlink")
 
-    # All come back, one without its disk: that is noticed, a new epoch begins, and c is the mean again.
+    # All come back, one without its disk: that is detected, a new epoch starts, and c is the mean again.
     for job in here.state("node0").glob("*/journal"):  # its approved apps stay: a new disk gets them at the next start
         shutil.rmtree(job.parent)
     for number, name in enumerate(NODES[1:], start=1):

@@ -1,4 +1,4 @@
-"""The gate in front of a SuperLink, the door of `covary node`, and the apps that may run there."""
+"""The gate in front of a SuperLink, the checks of `covary node` at its start, and the apps that may run there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FLEET = [f"/v1/fleet/{name}" for name in [*FLEET, "get-fab", "push-object", "pul
 
 
 class Server:
-    """A small TLS server; `answer(method, path)` says with which status and headers."""
+    """A small TLS server; `answer(method, path)` gives the status and the headers."""
 
     def __init__(self, folder: Path, answer=lambda method, path: (200, {}), tls: bool = True):
         self.seen: list[tuple[str, str, bytes, str]] = []
@@ -65,7 +65,7 @@ class Server:
 
             do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = do_OPTIONS = do_PATCH = reply
 
-            def send_error(self, *arguments):  # what is no request has come through, too
+            def send_error(self, *arguments):  # data that is no request came through as well
                 outer.seen.append(("", self.requestline, b"", ""))
                 super().send_error(*arguments)
 
@@ -111,7 +111,7 @@ class Gate:
         plain = socket.create_connection(("127.0.0.1", self.port), HANGS)
         with plain, trusted.wrap_socket(plain, server_hostname="localhost") as line:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLError):
-                line.sendall(request)  # what is refused before all of it was sent has its answer, too
+                line.sendall(request)  # a request that is rejected before all of it was sent has an answer, too
             self.answer = http.client.HTTPResponse(line, method=request.split(b" ")[0].decode())
             try:
                 self.answer.begin()
@@ -163,7 +163,7 @@ def test_what_a_registered_node_needs_passes_whole(gated, path):
 
 
 def refused_by(gated: Gate, status: int) -> None:
-    assert status in (0, 400, 404, 405), status  # Flower's clients make something of 401 and 403
+    assert status in (0, 400, 404, 405), status  # Flower's clients treat 401 and 403 in their own way
     assert gated.superlink.seen == []
 
 
@@ -253,7 +253,7 @@ def test_a_second_request_hidden_in_a_first_reaches_nothing(gated):
     assert {path for _, path, *_ in gated.superlink.seen} <= set(FLEET)
 
 
-def test_bodies_larger_than_flower_sends_are_refused(gated):
+def test_bodies_larger_than_flower_sends_are_rejected(gated):
     gated.superlink.seen.clear()
     assert gated.post("/v1/fleet/push-object", bytes(9 * 2**20)) == 413
     piece = b"%x\r\n%b\r\n" % (2**20, bytes(2**20))
@@ -262,7 +262,7 @@ def test_bodies_larger_than_flower_sends_are_refused(gated):
     assert gated.superlink.seen == []
 
 
-def test_the_gate_tells_the_time_and_no_version_and_logs_what_it_refuses(gated):
+def test_the_gate_sends_the_time_but_no_version_and_logs_rejected_requests(gated):
     assert gated.post("/v1/control/list-nodes") == 404
     assert email.utils.parsedate_to_datetime(gated.answer.headers["Date"])
     assert gated.answer.headers["Server"] == "nginx"
@@ -297,7 +297,7 @@ def test_what_new_app_writes_is_what_is_tested(tmp_path):
     assert "--app /etc/covary/my-hospital" in (tmp_path / "my-hospital" / "deploy" / "covary-node.service").read_text()
 
 
-# --- the door -----------------------------------------------------------------------------------------------------
+# --- checks at the start ------------------------------------------------------------------------------------------
 
 
 def a_gate(method: str, path: str):
@@ -328,7 +328,7 @@ def test_a_superlink_that_is_down_is_waited_for(folder, status):
 @pytest.mark.parametrize(
     ("offset", "told"), [(-60, "60 s ahead"), (-3600, "3600 s ahead"), (400, "400 s behind"), (-6.5, "7 s ahead")]
 )
-def test_a_clock_that_flower_refuses_is_refused_with_both_times_and_the_fix(folder, offset, told):
+def test_a_clock_that_flower_rejects_is_rejected_with_both_times_and_the_fix(folder, offset, told):
     with Server(folder, at(offset)) as server, pytest.raises(CovaryError, match="timedatectl set-ntp true") as error:
         check_gate(server.address, folder / "ca.crt")
     assert told.split(" s ")[1] in str(error.value)
@@ -394,7 +394,7 @@ def test_a_private_key_is_private(tmp_path):
         check_key(tmp_path / "other")
 
 
-def test_a_port_in_use_is_refused():
+def test_a_port_in_use_is_rejected():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -403,7 +403,7 @@ def test_a_port_in_use_is_refused():
 
 
 @pytest.mark.parametrize("config", ["nonsense", "a=b=c", "x=", "settings.toml", "state='/elsewhere'"])
-def test_a_configuration_that_flower_would_misread_is_refused(config):
+def test_a_configuration_that_flower_would_misread_is_rejected(config):
     with pytest.raises(CovaryError, match="--config must be"):
         node_config(Node("x:1", Path("ca"), Path("key"), Path("/s"), (), config))
 
@@ -442,7 +442,7 @@ def test_parties_with_the_same_files_see_the_same_digest(app, tmp_path):
     assert list(approve([app], tmp_path / "c").values()) != [digest]
 
 
-def test_what_is_no_app_is_refused(app, tmp_path):
+def test_a_folder_that_is_not_an_app_is_rejected(app, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.fab").write_bytes(b"x")
     for source in (tmp_path / "none", tmp_path / "empty", tmp_path / "x.fab"):
@@ -481,11 +481,11 @@ def test_code_comes_from_approved_folders_only_wherever_others_are(app, tmp_path
             done = load(home, approved, place, module)
             assert "is not an app that this node's owner has approved" in done.stderr
             assert not mark.exists()
-    done = load(home, approved, other, "numpy")  # nor does anything else that is looked for by then
+    done = load(home, approved, other, "numpy")  # nor does anything else that is imported by then
     assert done.returncode == 1
 
 
-def test_an_error_at_import_and_the_path_of_another_app_stay_at_home(app, tmp_path):
+def test_an_error_at_import_and_the_path_of_another_app_stay_on_the_node(app, tmp_path):
     """Flower sends the text of such errors to the server."""
     (app / "my_hospital" / "task.py").write_text("float('patient Ada Lovelace')")
     home = tmp_path / "home"
@@ -509,7 +509,7 @@ def test_the_marks_would_appear_without_the_guard(app, tmp_path):
 
 
 def test_apps_are_installed_wherever_their_version_says(tmp_path):
-    """Why not only the folder of apps is guarded. When Flower refuses such versions, this test says so."""
+    """Why not only the folder of apps is guarded. When Flower rejects such versions, this test fails."""
     from flwr.cli.install import install_from_fab
 
     (tmp_path / "home" / "apps").mkdir(parents=True)
@@ -532,7 +532,7 @@ sys.exit(node.run_node(node.Node(superlink, Path(ca), Path(key), Path(state), [P
 
 
 def started(folder: Path, app: Path, superlink: str, script: str) -> subprocess.Popen[str]:
-    """`covary node` with a script in the place of the SuperNode."""
+    """`covary node` with a script in place of the SuperNode."""
     make_key(folder / "hospital-a")
     (folder / "supernode").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "supernode").chmod(0o755)
@@ -542,7 +542,7 @@ def started(folder: Path, app: Path, superlink: str, script: str) -> subprocess.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_node_that_ends_by_itself_says_why_and_one_that_was_asked_to_is_content(app, tmp_path):
+def test_a_node_that_ends_by_itself_prints_why_and_a_stopped_one_exits_with_0(app, tmp_path):
     make_certificates(tmp_path)
     with Server(tmp_path, a_gate) as server:
         out, told = (node := started(tmp_path, app, server.address, "echo hello; exit 0")).communicate(timeout=HANGS)
@@ -561,7 +561,7 @@ def test_a_node_that_ends_by_itself_says_why_and_one_that_was_asked_to_is_conten
         assert (node.returncode, out, told) == (0, "farewell\n", "")
 
 
-def test_nothing_of_a_node_outlives_it(app, tmp_path):
+def test_no_process_outlives_its_node(app, tmp_path):
     make_certificates(tmp_path)
     with Server(tmp_path, a_gate) as server:
         script = f"setsid sleep 1000 & echo $! > {tmp_path}/orphan; exit 1"

@@ -1,4 +1,4 @@
-"""Strangers, hostile apps and restarts, with the processes of a deployment: a SuperLink, its gate and nodes."""
+"""Outsiders, hostile apps and restarts, with the processes of a deployment: a SuperLink, its gate and nodes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rounds_done(checkpoint: Path) -> int:
 
 
 def attempts(here: Federation, port: int, app: Path, run_id: int = 1) -> dict[str, str]:
-    """What somebody with ca.crt, a key of his own and Flower's clients gets from a port."""
+    """What an outsider with ca.crt, a key and Flower's clients gets from a port."""
     private, public = generate_key_pairs()
     key, certificate = public_key_to_bytes(public), (here.folder / "ca.crt").read_bytes()
     where = (f"127.0.0.1:{port}", False, certificate)
@@ -109,9 +109,9 @@ def came_of(attempt) -> str:
     return "done"
 
 
-def test_a_stranger_with_the_ca_certificate_gets_nothing_while_training_goes_on(here, checkpoint, tmp_path):
+def test_an_outsider_with_the_ca_certificate_gets_nothing_during_training(here, checkpoint, tmp_path):
     app = hostile(tmp_path / "other-app", tmp_path / "mark")
-    (app / "other_app" / "__init__.py").write_text("")  # the stranger's own flwr imports it
+    (app / "other_app" / "__init__.py").write_text("")  # the outsider's own flwr imports it
     here.run(here.apps[0], {**RUN, "rounds": 6, "checkpoint": str(checkpoint)}, "watched")
     here.wait_for("Successfully started run", "watched", HANGS)
     run_id = int(here.log("watched").split("Successfully started run ")[1].split()[0])
@@ -145,8 +145,8 @@ def test_a_stranger_with_the_ca_certificate_gets_nothing_while_training_goes_on(
     assert "POST /v1/control/start-run" in (here.folder / "refused.log").read_text()
 
 
-def test_without_the_gate_the_same_stranger_commands_the_federation(here, tmp_path):
-    """The finding that the gate answers. When Flower authenticates its Control API, this test says so."""
+def test_without_the_gate_the_same_outsider_controls_the_federation(here, tmp_path):
+    """Why there is a gate. When Flower authenticates its Control API, this test fails."""
     app = hostile(tmp_path / "other-app", tmp_path / "mark")
     told = attempts(here, here.port, app)
     for what in ("register a node", "list nodes", "list runs", "start an app", "take a task"):
@@ -192,7 +192,7 @@ def main(grid, context):
 
 
 def start_unchecked(here: Federation, app: Path) -> None:
-    """As the operator of a hostile SuperLink: without `flwr run`, which refuses odd names."""
+    """As the operator of a hostile SuperLink: without `flwr run`, which rejects odd names."""
     where = (f"127.0.0.1:{here.port}", False, (here.folder / "ca.crt").read_bytes())
     with ControlHttpClient.from_server_address(*where, []) as control:
         control.StartRun(StartRunRequest(fab=fab_to_proto(Fab("", bundle(app), {}))))
@@ -204,7 +204,7 @@ def test_a_killed_superlink_comes_back_with_its_nodes(here, checkpoint):
     here.kill("superlink")
     here.kill("cut off")
     wait_until(lambda: outcome(checkpoint).state == "killed", "the outcome says that the run was killed")
-    for name in NODES:  # they wait, and say for what
+    for name in NODES:  # they wait, and print for what
         here.wait_for("The SuperLink behind it is down: the node waits for it", name, HANGS)
     here.start_link()
     trained(here, checkpoint, "gone on", resume=True, rounds=outcome(checkpoint).rounds_done + 1)
@@ -212,7 +212,7 @@ def test_a_killed_superlink_comes_back_with_its_nodes(here, checkpoint):
 
 
 def test_a_node_says_why_it_ends(here, checkpoint, tmp_path):
-    # The gate is gone: the node waits, and says for what.
+    # The gate is gone: the node waits, and prints for what.
     here.kill("gate")
     here.wait_for("Nothing listens at", "node0", HANGS)
     here.start_gate()
@@ -232,7 +232,7 @@ def test_a_node_says_why_it_ends(here, checkpoint, tmp_path):
         (here.folder / name).write_bytes(content)
     here.start_gate()
 
-    # A key that nobody registered, and one that the SuperLink has forgotten.
+    # A key that was not registered, and one that the SuperLink has forgotten.
     for name in NODES:
         here.start_node(name, *here.nodes[name])
         here.wait_for_node(name, HANGS)
@@ -247,7 +247,7 @@ def test_a_node_says_why_it_ends(here, checkpoint, tmp_path):
     assert here.wait("node0", HANGS) == 1
     assert "does not admit" in here.log("node0").strip().split("\n")[-1]
 
-    # Asked to, it ends well.
+    # After SIGTERM it exits with 0.
     here.register("node0")
     here.start_node("node0", *here.nodes["node0"])
     here.wait_for_node("node0", HANGS)

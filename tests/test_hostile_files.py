@@ -1,4 +1,4 @@
-"""Files built to do harm are refused in words, in little memory and time, and nothing outside is touched."""
+"""Malicious files are rejected with a message, in little memory and time, and no other file is touched."""
 
 import contextlib
 import gzip
@@ -31,7 +31,7 @@ MUCH = 2**26  # bytes
 
 @contextlib.contextmanager
 def harmless(says):
-    """Refused with these words, within a minute, and without much memory."""
+    """Rejected with this message, within a minute, and without much memory."""
 
     def stop(number, frame):
         raise AssertionError(f"still busy after {HANGS} s")
@@ -82,7 +82,7 @@ def victim(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lock", "round-000000012.safetensors", "round-000000012.safetensors.draft", "x"])
-def test_links_in_a_checkpoint_are_refused(name, saved, victim):
+def test_links_in_a_checkpoint_are_rejected(name, saved, victim):
     (saved / name).unlink(missing_ok=True)
     (saved / name).symlink_to(victim)
     with harmless("is a link"):
@@ -232,14 +232,14 @@ def again(folder):
 
 
 @pytest.mark.parametrize("name", ["results.jsonl", "run.json", "lock", "checkpoint/lock", "results.jsonl.draft"])
-def test_links_in_a_run_folder_are_refused(name, results, victim):
+def test_links_in_a_run_folder_are_rejected(name, results, victim):
     (results / name).unlink(missing_ok=True)
     (results / name).symlink_to(victim)
     with harmless("is a link"):
         again(results)
 
 
-def test_a_run_folder_whose_checkpoints_lie_elsewhere_is_refused(results, tmp_path):
+def test_a_run_folder_whose_checkpoints_are_elsewhere_is_rejected(results, tmp_path):
     os.rename(results / "checkpoint", tmp_path / "elsewhere")
     (results / "checkpoint").symlink_to(tmp_path / "elsewhere")
     with harmless("is a link"):
@@ -342,7 +342,7 @@ def npy(shape, dtype="<f8", content=b""):
         ("0.npy", npy((3,), "|V100000")),
     ],
 )
-def test_a_data_folder_built_to_do_harm(name, content, data, monkeypatch, tmp_path):
+def test_a_malicious_data_folder(name, content, data, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (data / name).write_bytes(content)
     with harmless("is not a covary data set|are allowed"):
@@ -385,7 +385,7 @@ def hospital():
     [npy((2**25,), "<f8", bytes(2**28)), npy((10**15, 13)), npy((3,), "|O", b"cos\nsystem\n(S'touch owned'\ntR.")],
     ids=["bomb", "declared", "pickle"],
 )
-def test_hospitals_built_to_do_harm(x, tmp_path, monkeypatch):
+def test_a_malicious_file_of_hospitals(x, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = archive(tmp_path / "h.npz", {"X.npy": x, "y.npy": hospital(), "site.npy": hospital(), "../evil.npy": b"x"})
     with harmless("cannot be read"):

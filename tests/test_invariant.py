@@ -48,7 +48,7 @@ def test_the_servers_control_is_the_mean_of_its_clients(setup):
 
 
 def test_a_wrong_control_update_stops_the_run():
-    """Averaging dc over the cohort instead of over all clients, a common mistake, shows at once."""
+    """Averaging dc over the cohort instead of over all clients, a common mistake, is detected at once."""
     from dataclasses import replace
 
     right = cv.scaffold(0.1)

@@ -1,4 +1,4 @@
-"""The protocol alone: whatever is lost, late or doubled and whoever dies, c = mean(c_i), and x is the counted sum."""
+"""The protocol alone: whatever is lost, late or duplicated, and whatever dies, c = mean(c_i) and x is the counted sum."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class World:
     """Clients with quadratics, a server and a network between them, moved by a list of choices."""
 
     def __init__(self, choices: list[int]):
-        self.choices = iter(())  # nothing goes wrong while the first clients join
+        self.choices = iter(())  # no fault while the first clients join
         self.rng = np.random.default_rng(1)
         self.curvature: dict[str, np.ndarray] = {}
         self.offset: dict[str, np.ndarray] = {}
@@ -108,7 +108,7 @@ class World:
             self.reset((name,))
 
     def ask(self) -> None:
-        """A new round: orders to some of the members. What was not counted until now never will be."""
+        """A new round: orders to some of the members. Uploads that were not counted until now never will be."""
         if self.ledger is None:
             return
         self.orders, self.accepted, self.lost = {}, {}, set()
@@ -120,7 +120,7 @@ class World:
                 self.instructions.append((name, Instruction(self.orders[name], copy.deepcopy(down))))
 
     def deliver(self) -> None:
-        """An instruction arrives, in any order, perhaps once more later; the client may die on the way."""
+        """A request arrives, in any sequence, perhaps once more later; the client may die at any step."""
         if not self.instructions:
             return
         at = self.choose(len(self.instructions))
@@ -170,7 +170,7 @@ class World:
             self.accepted[answer.name] = answer.reply
 
     def close(self) -> None:
-        """The server counts what it has; it may die just before or after it has written that down."""
+        """The server counts what it has; it may die just before or after it has saved this."""
         ledger = self.ledger
         if ledger is None:
             return
@@ -228,7 +228,7 @@ class World:
             self.faults += 1
 
     def guarded(self, write: Callable[[], None], disk: MemoryDisk) -> bool:
-        """Let the server write, and perhaps die over it; True if what it wrote is on the disk."""
+        """Let the server write, and perhaps die while writing; True if the disk has what it wrote."""
         die = disk.die = (None, None, None, "before", "after")[self.choose(5)]
         try:
             write()
@@ -266,7 +266,7 @@ class World:
         self.drain()
 
     def drain(self) -> None:
-        """All machines up, every message delivered: three whole rounds, after which all that was lost is known."""
+        """All machines up, every message delivered: three whole rounds, after which every loss is known."""
         self.resume()
         for _ in range(3):
             self.ask()
@@ -359,7 +359,7 @@ def test_a_new_journal_is_older_than_every_order():
         (order(2, counted="token 1", member="b"), SharedState, "a.*b"),
     ],
 )
-def test_an_order_that_cannot_be_followed_is_refused_and_changes_nothing(given, error, said):
+def test_an_order_that_cannot_be_followed_is_rejected_and_changes_nothing(given, error, said):
     journal = ClientJournal(journal_of_two_uploads().disk)
     before = known(journal)
     with pytest.raises(error, match=said) as refused:
@@ -392,7 +392,7 @@ def test_a_state_that_is_not_finite_is_neither_kept_nor_sent():
 
 
 def on_disk(ledger: Ledger) -> dict[str, Any]:
-    """The ledger's facts, after a look at whether the disk has the same."""
+    """The ledger's facts, after a check that the disk has the same."""
     arrays, facts = ledger.disk.read()
     np.testing.assert_equal(arrays, ledger.arrays)
     renamed = {"format": 1, "trip": ledger.exchanges_done}
@@ -444,7 +444,7 @@ def test_orders_rise_with_every_server_though_a_clock_is_wrong():
     assert Ledger.resume(ledger.disk).fence == 10**15 + 1
 
 
-def test_a_new_epoch_is_beyond_all_that_are_known():
+def test_a_new_epoch_is_later_than_all_known_ones():
     ledger, arrays = ledger_of_two(), {"server.x": np.full(D, 2.0)}
     ledger.reset(arrays)
     assert ledger.epoch == 1
@@ -455,7 +455,7 @@ def test_a_new_epoch_is_beyond_all_that_are_known():
     assert (facts["epoch"], facts["trip"], facts["cohort"], facts["warm"]) == (6, 0, [], [])
 
 
-def test_who_joins_leaves_the_others_what_was_counted_unless_an_epoch_begins():
+def test_a_join_keeps_what_was_counted_of_the_others_unless_an_epoch_starts():
     newcomer, arrays = {"c": Member(2, 5, 1)}, {"server.x": np.full(D, 2.0)}
     for new_epoch in (False, True):
         ledger = ledger_of_two()
@@ -467,7 +467,7 @@ def test_who_joins_leaves_the_others_what_was_counted_unless_an_epoch_begins():
         assert ledger.arrays is arrays
 
 
-def test_what_another_covary_wrote_is_refused():
+def test_a_journal_of_another_format_is_rejected():
     for disk, read in ((journal_of_two_uploads().disk, ClientJournal), (ledger_of_two().disk, Ledger.resume)):
         arrays, facts = disk.read()
         disk.write(arrays, facts | {"format": 2})
@@ -513,7 +513,7 @@ def test_any_schedule_of_faults_leaves_c_the_mean_of_its_clients(choices):
 
 
 def committed_at_once(self, order, start):
-    """A client that takes its new state for good before the server has counted it: every public SCAFFOLD's way."""
+    """A client that commits its new state before the server has counted it, as other SCAFFOLD implementations do."""
     state = ClientJournal.__dict__["honest_begin"](self, order, start)
     return self.pending or state
 
@@ -530,7 +530,7 @@ def forgetting_tokens(self, tokens, arrays, **position):
 
 
 def writing_late(self, tokens, arrays, **position):
-    """A server that goes on before its disk has the round."""
+    """A server that continues before its disk has the round."""
     disk, self.disk = self.disk, MemoryDisk()
     Ledger.__dict__["honest_count"](self, tokens, arrays, **position)
     self.disk = disk

@@ -72,7 +72,7 @@ def test_a_diverging_run_ends_at_its_last_good_state():
 
 
 @pytest.mark.parametrize("option", [{"devices": 1}, {"store": "host"}, {"width": 1}, {"checkpoint": "here"}])
-def test_what_the_plain_server_cannot_do_is_refused(option):
+def test_options_that_the_plain_server_does_not_support_are_rejected(option):
     (name,) = option
     with pytest.raises(cv.CovaryError, match=f"{name} must be None with debug=True"):
         cv.simulate(cv.sgd(0.1), cv.lower_bound(G=1.0), 2, debug=True, **option)

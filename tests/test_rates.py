@@ -1,4 +1,4 @@
-"""The theorems as functions: free of units, as the paper prints them, and obeyed by real runs."""
+"""The theorems as functions: consistent in units, equal to the paper's, and obeyed by real runs."""
 
 import dataclasses
 import math
@@ -166,12 +166,12 @@ def test_fedavg_is_never_better_than_its_lower_bound_says():
         ({"delta": -1.0}, "delta must be a number of 0 or more"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong, said):
+def test_impossible_settings_are_rejected(wrong, said):
     with pytest.raises(cv.CovaryError, match=said):
         rates.Setting(**{"beta": 1.0, **wrong})
 
 
-def test_theorems_are_refused_where_they_are_not_stated():
+def test_theorems_are_rejected_where_they_are_not_stated():
     with pytest.raises(cv.CovaryError, match="Theorem II"):
         rates.lower_bound_rounds(rates.Setting(beta=1.0, K=2), 0.1)
     with pytest.raises(cv.CovaryError, match="One local step is SGD"):

@@ -1,6 +1,6 @@
 """Where one algorithm becomes another, as the papers say.
 
-On full batches with the plain server, which test_oracle.py holds the engine against in every mode; with batches, and
+On full batches with the plain server, which test_oracle.py compares with the engine in every mode; with batches, and
 where the recipe counts, on the engine.
 """
 

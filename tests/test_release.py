@@ -1,4 +1,4 @@
-"""What a release promises about itself."""
+"""The version, the imports and the public names of a release."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ def test_one_version_everywhere():
     assert newest[2] == str(citation["date-released"])
 
 
-def test_what_is_not_needed_at_once_is_not_imported_at_once():
+def test_importing_covary_imports_no_heavy_package():
     heavy = [
         "matplotlib",
         "sklearn",
@@ -36,6 +36,6 @@ def test_what_is_not_needed_at_once_is_not_imported_at_once():
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there_and_explained():
+def test_every_public_name_exists_and_has_a_docstring():
     for name in cv.__all__:
         assert getattr(cv, name).__doc__, name

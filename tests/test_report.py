@@ -1,4 +1,4 @@
-"""The report page as its reader meets it, in a real browser."""
+"""The report page as its reader sees it, in a real browser."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def drawn(opened_page):
     return sorted(paths.nth(i).get_attribute("data-line") for i in range(paths.count()))
 
 
-def test_every_run_has_its_page_which_tells_all_of_it(folders):
+def test_every_run_has_a_complete_report(folders):
     for folder in folders:
         text = (folder / "report.html").read_text()
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
@@ -191,7 +191,7 @@ def test_a_served_page_follows_a_run_and_answers_to_its_own_name_only(folders, t
             folder.append({"round": 3, "loss": 0.1, "accuracy": 0.9})
             shown.wait_for_function("data.panels[0].lines[0].round.length == 3")
             assert shown.get_by_label("logarithmic").is_checked()
-            assert shown.evaluate("view.range") == [1.2, 1.8]  # it was not loaded anew
+            assert shown.evaluate("view.range") == [1.2, 1.8]  # the page was not reloaded
             assert shown.evaluate("document.activeElement.classList.contains('plot')")
         request = urllib.request.Request(where, headers={"Host": "elsewhere.example"})
         with pytest.raises(urllib.error.HTTPError) as refusal:
@@ -201,7 +201,7 @@ def test_a_served_page_follows_a_run_and_answers_to_its_own_name_only(folders, t
         serving.shutdown()
 
 
-def test_runs_of_one_kind_are_told_apart(folders, tmp_path):
+def test_runs_of_one_algorithm_have_different_names(folders, tmp_path):
     text = page([folders[0], folders[2]])
     data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
     names = {line["name"] for panel in data["panels"] for line in panel["lines"]}
@@ -210,7 +210,7 @@ def test_runs_of_one_kind_are_told_apart(folders, tmp_path):
     assert len({line["name"] for line in twice["panels"][0]["lines"]}) == 2
 
 
-def test_what_became_of_runs_that_diverged_is_told(tmp_path):
+def test_the_report_names_runs_that_diverged(tmp_path):
     common = ["--clients", "4", "--hidden", "4", "--rounds", "3", "--out", str(tmp_path), "--quiet"]
     run = CliRunner().invoke(app, ["run", "scaffold", "--eta-l", "1e300", *common])
     swept = CliRunner().invoke(app, ["sweep", "scaffold", "--eta-l", "1e300", "--seeds", "1", "--json", *common])
@@ -221,7 +221,7 @@ def test_what_became_of_runs_that_diverged_is_told(tmp_path):
     assert (second / "report.html").read_text().count("<td>diverged</td>") == 1
 
 
-def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
+def test_folders_without_a_report_are_left_out(folders, tmp_path):
     bench = RunFolder(tmp_path / "bench")
     bench.path.mkdir()
     bench.append({"kind": "header", "quick": True})
@@ -233,7 +233,7 @@ def test_folders_that_tell_nothing_are_left_out(folders, tmp_path):
 @pytest.mark.parametrize(
     "clients", [5, [5], [{"title": "x"}], [{"title": "x", "clients": 1, "examples": 1, "counts": []}]]
 )
-def test_damaged_facts_are_refused(folders, tmp_path, clients):
+def test_damaged_facts_are_rejected(folders, tmp_path, clients):
     folder = two_rounds(tmp_path)
     folder.describe(clients=clients)
     with pytest.raises(CovaryError, match="has unexpected contents"):
@@ -262,7 +262,7 @@ OUTCOME = {
         {"kind": "curve", "name": "sgd", "panel": "G = 1", "f": [[]]},
     ],
 )
-def test_damaged_records_of_an_experiment_are_refused(change, tmp_path):
+def test_damaged_records_of_an_experiment_are_rejected(change, tmp_path):
     for name, own in (("whole", {}), ("damaged", change)):
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
@@ -303,7 +303,7 @@ def test_a_report_of_runs_made_in_python(tmp_path):
             cv.write_report(tmp_path / "report.html", runs, target=wrong)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_is_rejected(tmp_path):
     with pytest.raises(CovaryError, match="is not a run folder"):
         read(tmp_path)
     done = covary("report", "nowhere", cwd=tmp_path)

@@ -23,7 +23,7 @@ def reproduced(name, tmp_path):
     for suffix in (".md", ".json", ".png"):
         assert (folder / f"{name}{suffix}").stat().st_size > 0
     found = reproduce.outcome(RunFolder(folder))
-    (story,) = read(folder)  # what the report knows without the experiment
+    (story,) = read(folder)  # what the report shows without the experiment
     assert story.title == found.header["title"]
     assert story.claims == found.claims
     assert [[cell[0] for cell in row] for row in story.tables[0].rows] == found.table[1]
@@ -78,7 +78,7 @@ def test_scaffold_needs_fewer_rounds_than_fedavg_on_a_part_of_emnist():
 
 
 @pytest.mark.parametrize(("name", "rows"), [("table3", 12), ("table4", 4), ("table5", 3)])
-def test_a_table_is_written_up_and_its_first_claim_is_scaffolds(name, rows, tmp_path):
+def test_a_table_is_written_and_its_first_claim_is_scaffolds(name, rows, tmp_path):
     table, places = reproduce.TABLES[name], ["scaffold", "fedavg", "fedprox", "sgd"]
 
     def found(order):
@@ -109,7 +109,7 @@ def cells(rounds):
 
 
 def test_the_papers_own_numbers_satisfy_its_claims():
-    """The checks are neither too strict nor blind: the paper's table passes, and its inversion does not."""
+    """The checks are neither too strict nor too weak: the paper's table passes, and its inversion does not."""
     paper = list(cells(table4.PAPER))
     assert [claim.holds for claim in table4.claims(paper, 1000)] == [True, True, True, None, True]
     hopeless = list(cells(dict.fromkeys(table4.PAPER, (None, None, None))))
@@ -119,7 +119,7 @@ def test_the_papers_own_numbers_satisfy_its_claims():
 
 
 def test_a_best_step_size_at_the_end_of_the_grid_is_not_trusted(monkeypatch):
-    """The grid goes on until the best lies inside it."""
+    """The grid is extended until the best lies inside it."""
     tried = []
 
     class Fake:
@@ -139,7 +139,7 @@ def test_a_best_step_size_at_the_end_of_the_grid_is_not_trusted(monkeypatch):
 
 
 @needs_data
-def test_an_interrupted_table_goes_on_and_refuses_other_options(tmp_path, monkeypatch):
+def test_an_interrupted_table_is_resumed_and_rejects_other_options(tmp_path, monkeypatch):
     monkeypatch.setattr(
         table4, "QUICK", common.Budget(clients=5, examples=300, test_examples=50, rounds=2, seeds=(0,), step_sizes=2)
     )

@@ -36,7 +36,7 @@ def test_the_map_names_every_module():
 
 @pytest.fixture
 def package(tmp_path):
-    """A package with an import of each kind that must not be there."""
+    """A package with an import of each forbidden kind."""
     files = {
         "__init__.py": "from covary.simulate import simulate\n",
         "simulate.py": "def simulate():\n    from covary import __version__\n",
@@ -66,7 +66,7 @@ def test_imports_are_found_wherever_they_are(package):
     }
 
 
-def test_what_is_wrong_is_said(package):
+def test_violations_are_reported(package):
     said = rooms.wrong(package)
     assert "covary.cellar is in no room" in said
     assert "covary.errors imports covary.checks" in said

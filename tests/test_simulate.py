@@ -49,7 +49,7 @@ def test_the_last_batch_of_an_epoch_may_be_smaller():
 
 
 def test_a_fraction_cuts_an_epoch_into_equal_batches():
-    """0.2 of the local data means 5 steps an epoch, also where 5 does not divide it."""
+    """0.2 of the local data means 5 steps per epoch, also if 5 does not divide its size."""
     ten, thirteen = touched([10, 13], batch_size=0.2, local_epochs=1)
     np.testing.assert_allclose(ten, 1 / 2)
     np.testing.assert_allclose(np.sort(thirteen), [1 / 3] * 9 + [1 / 2] * 4)
@@ -63,7 +63,7 @@ def test_each_epoch_and_each_client_has_its_own_order():
     np.testing.assert_allclose(np.sort(three_epochs), [1, 1, 1.5, 1.5])
 
 
-def test_epochs_and_rounds_draw_anew():
+def test_each_epoch_and_round_has_a_new_order():
     def batch_at(step):  # which examples the step with this number used
         before = touched([30], batch_size=3, local_steps=step)[0] if step else 0
         return (touched([30], batch_size=3, local_steps=step + 1)[0] - before) > 1e-12
@@ -247,7 +247,7 @@ def test_bytes_on_the_wire():
     def bytes_of(algorithm, **kwargs):
         h = cv.simulate(algorithm, small_logistic([4, 6, 6]), 2, clients_per_round=2, **kwargs).history
         assert len(set(h["bytes_up"])) == len(set(h["bytes_down"])) == 1
-        return h["bytes_up"][0] / (2 * 12 * 8), h["bytes_down"][0] / (2 * 12 * 8)  # vectors of 12 float64 a client
+        return h["bytes_up"][0] / (2 * 12 * 8), h["bytes_down"][0] / (2 * 12 * 8)  # vectors of 12 float64 per client
 
     assert bytes_of(cv.sgd(0.1)) == (1, 1)
     assert bytes_of(cv.fedavg(0.1), local_steps=2) == (1, 1)
@@ -294,13 +294,13 @@ def test_eval_every_leaves_the_rounds_between_unmeasured():
     np.testing.assert_allclose(seldom.x, often.x, rtol=1e-12)
 
 
-def test_log_hears_of_every_round_in_order():
+def test_log_is_called_for_every_round_in_order():
     heard = []
     run = cv.simulate(cv.sgd(0.1), PROBLEM, 30, log=lambda number, values: heard.append((number, values["loss"])))
     assert heard == list(zip(range(1, 31), run.history["loss"].tolist(), strict=True))
 
 
-def test_divergence_is_told_and_nothing_returned_is_nan():
+def test_divergence_is_reported_and_nothing_returned_is_nan():
     with pytest.warns(cv.DivergenceWarning, match=r"diverged in round \d+.*eta_l=1000.*smaller") as told:
         run = cv.simulate(cv.scaffold(1000.0), PROBLEM, 400, local_steps=5)
     assert f"round {run.diverged}:" in str(told[0].message)
@@ -335,12 +335,12 @@ def test_a_state_that_overflows_beside_a_finite_model_is_divergence_too():
     assert np.isfinite(run.server.m).all()
 
 
-def test_a_loss_that_explodes_is_told_before_it_overflows():
+def test_an_exploding_loss_is_reported_before_it_overflows():
     with pytest.warns(cv.DivergenceWarning, match=r"is diverging: its loss grew from .*eta_l=5.* smaller"):
         cv.simulate(cv.fedavg(5.0), PROBLEM, 8, local_steps=3)
 
 
-def test_which_way_a_metric_is_to_go():
+def test_the_direction_of_a_metric():
     class Mean:
         def init(self, key):
             return jnp.zeros(1)

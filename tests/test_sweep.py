@@ -120,7 +120,7 @@ def test_without_a_target_the_best_is_by_the_metric():
         tried.best("accuracy")
 
 
-def test_log_tells_how_many_go_on():
+def test_log_reports_how_many_members_are_running():
     heard = []
     cv.sweep(
         cv.sgd, PROBLEM, {"eta_l": [0.1, 0.2]}, rounds=60, log=lambda r, values: heard.append((r, values["running"]))

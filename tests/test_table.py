@@ -1,4 +1,4 @@
-"""A user's own table: it becomes arrays, or what is wrong with it is said by column and row."""
+"""A user's own table: it becomes arrays, or an error names the column and the row."""
 
 import csv
 
@@ -116,12 +116,12 @@ def test_rows_are_counted_as_an_editor_counts_them(file):
         (["north,1,m,a", "north,1,m,b"] * 9, HEADER, r"no usable feature column"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_column_and_row(file, rows, header, says):
+def test_unreadable_cells_are_rejected_by_column_and_row(file, rows, header, says):
     with pytest.raises(CovaryError, match=says):
         read(written(file, *rows, header=header))
 
 
-def test_a_file_that_is_no_text_is_refused(file):
+def test_a_file_that_is_not_text_is_rejected(file):
     file.write_bytes(b"hospital,outcome\nnorth,\xe9\n")
     with pytest.raises(CovaryError, match="row 2: the text is not UTF-8"):
         read(file)
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_text_is_refused(file):
         read(file)
 
 
-def test_a_test_file_must_speak_the_training_files_language(tmp_path, file):
+def test_a_test_file_must_match_the_training_file(tmp_path, file):
     written(file, *ROWS)
     test = written(tmp_path / "test.csv", "north,41,m,ill", "west,42,x,well")
     found = read(file, test=test)
@@ -154,7 +154,7 @@ def test_columns_are_named_as_the_header_does(file):
 
 
 def test_names_are_what_they_look_like(tmp_path, file):
-    """1.0 is 1, inf and none are classes as any, and names that differ by their case alone are told of."""
+    """1.0 is 1, inf and none are classes as any, and names that differ only in case get a note."""
     rows = [f"{['1', '1.0', '2'][i % 3]},{i},m,{['inf', 'none'][i % 2]}" for i in range(30)]
     found = read(written(file, *rows))
     assert (found.clients, found.labels) == (["1", "2"], ["inf", "none"])
@@ -179,7 +179,7 @@ def test_what_spreadsheets_and_pandas_add_is_left_out(file):
     assert "age: decimal commas, 1.012,5 is read as 1012.5" in found.notes
 
 
-def test_commas_in_numbers_are_read_or_refused(file):
+def test_commas_in_numbers_are_read_or_rejected(file):
     header = HEADER.replace(",", ";")
     rows = [f"north;{number};m;{i % 2}" for i, number in enumerate([",5", "2,5e3", "7", "-1,25"] * 8)]
     assert read(written(file, *rows, header=header)).features == ["age"]

@@ -1,4 +1,4 @@
-"""What all commands have in common: how they speak, to people and to programs."""
+"""The output of all commands, for people and for programs."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SERVICES = {("node",)}  # they run until they are stopped, and have no result to
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_command_speaks_to_programs_and_has_an_example(path):
+def test_every_command_has_json_output_and_an_example(path):
     options = {name for parameter in COMMANDS[path].params for name in parameter.opts}
     assert {"--json", "--quiet"} <= options or path in SERVICES
     assert f"Example: covary {' '.join(path)}" in COMMANDS[path].help

@@ -1,4 +1,4 @@
-"""What a tracker keeps is what the run's history says, read back by the tracker's own means."""
+"""What a tracker keeps is what the run's history says, read back with the tracker's own tools."""
 
 import json
 import logging
@@ -118,7 +118,7 @@ def wandb_records(folder):
 
 @pytest.fixture
 def wandb_here(tmp_path, monkeypatch):
-    """wandb, begun anew with all its files in the test's folder."""
+    """wandb, restarted with all its files in the test's folder."""
     import wandb
 
     wandb.teardown()
@@ -165,13 +165,13 @@ def test_a_tracker_takes_one_run_and_nothing_after_its_end(tmp_path):
         log(8, {"loss": 1.0})
 
 
-def test_training_goes_on_without_a_tracker_that_fails():
+def test_training_continues_without_a_tracker_that_fails():
     ended = []
 
     def send(round, metrics):
         if round == 3:
             raise ConnectionError("the server is gone\nand more of it")
-        assert round < 3  # it is told no more
+        assert round < 3  # it gets no more rounds
 
     tracker = cv.trackers.Tracker("The tracker", send, ended.append)
     with pytest.warns(cv.trackers.TrackerWarning, match=r"failed in round 3 .*: the server is gone\.$"), tracker:
@@ -196,7 +196,7 @@ def test_a_name_that_mlflow_forbids_marks_the_run_as_failed(store):
     assert [run.info.status for run in runs] == ["FAILED"]
 
 
-def test_what_cannot_be_tracked_is_refused_in_words(tmp_path, monkeypatch):
+def test_invalid_trackers_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     with pytest.raises(cv.CovaryError, match=r"trackers.wandb cannot start a run: .* Run `wandb login`"):
         cv.trackers.wandb(mode="ofline")
@@ -223,13 +223,13 @@ def test_the_command_line_tracks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
-def test_a_missing_package_is_said_with_the_command_that_installs_it(name, tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX"}.get(name, name), None)
     with pytest.raises(cv.CovaryError, match=rf"pip install 'covary\[{name}\]'"):
         getattr(cv.trackers, name)(str(tmp_path))
 
 
-def test_what_is_no_folder_and_no_dict_is_refused(tmp_path):
+def test_an_invalid_folder_and_invalid_params_are_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         cv.CovaryError, match=r"trackers.tensorboard cannot start a run: .* Choose a folder that can be written to"
