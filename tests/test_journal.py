@@ -1,4 +1,4 @@
-"""The protocol alone: whatever is lost, late or duplicated, and whatever dies, c = mean(c_i) and x is the counted sum."""
+"""The protocol alone: whatever is lost, late or duplicated, and whatever dies, c = mean(c_i) and x counts the same."""
 
 from __future__ import annotations
 

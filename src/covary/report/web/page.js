@@ -119,8 +119,8 @@ class Plot {
     this.x = scale(x0, x1, view.logX && x0 > 0);
     const inside = this.shown.flatMap(({ points }) => points.filter((p) => p[0] >= x0 && p[0] <= x1));
     const lows = inside.map((p) => (this.log && p[2] <= 0 ? p[1] : p[2])), highs = inside.map((p) => p[3]);
-    const goal = this.metric.target;
-    if (goal !== null && !this.log) highs.push(goal);
+    const target = this.metric.target;
+    if (target !== null && !this.log) highs.push(target);
     let low = lows.reduce((a, b) => Math.min(a, b), Infinity), high = highs.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!(low <= high)) [low, high] = this.log ? [0.1, 1] : [0, 1];
     const air = this.log ? (high / low) ** 0.04 || 1.1 : (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
@@ -154,9 +154,9 @@ class Plot {
     const area = { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top };
     svg.append(element("clipPath", { id: clip }, element("rect", area)));
     const drawn = element("g", { "clip-path": `url(#${clip})` });
-    const goal = this.metric.target;
-    if (goal !== null && this.y.low <= goal && goal <= this.y.high)
-      drawn.append(element("line", { class: "target", x1: box.left, x2: box.right, y1: this.py(goal), y2: this.py(goal) }));
+    const target = this.metric.target;
+    if (target !== null && this.y.low <= target && target <= this.y.high)
+      drawn.append(element("line", { class: "target", x1: box.left, x2: box.right, y1: this.py(target), y2: this.py(target) }));
     for (const { line, points } of this.shown) {
       if (!points.length) continue;
       const at = (p, k) => `${this.px(p[0]).toFixed(1)},${this.py(this.log && p[k] <= 0 ? p[1] : p[k]).toFixed(1)}`;
@@ -360,12 +360,12 @@ async function watch() { // while the report is served, loads every new version
 }
 
 function renew(newer) { // replaces what has changed, and keeps what the reader has hidden, zoomed, sorted or opened
-  const told = newer.getElementById("data");
-  if (!told) return;
+  const fresh = newer.getElementById("data");
+  if (!fresh) return;
   const drawn = document.getElementById("plots"), focused = plots.findIndex((plot) => plot.svg === document.activeElement);
   const pressed = document.activeElement?.dataset?.line;
   if (!drawn !== !newer.getElementById("plots")) return location.reload(); // the first curves have appeared, or the last have gone
-  data = JSON.parse(told.textContent);
+  data = JSON.parse(fresh.textContent);
   document.querySelector(".lead").replaceWith(newer.querySelector(".lead"));
   for (const section of newer.querySelectorAll("main > section:not(#curves)")) {
     const old = document.getElementById(section.id);
