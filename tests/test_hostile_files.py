@@ -160,7 +160,7 @@ def array(name, value):
 def test_a_checkpoint_with_facts_that_cannot_be(change, saved):
     """With a checksum that fits: whoever can write files can compute one."""
     rewritten(saved, change)
-    with damage("not what covary writes"):
+    with damage("has unexpected contents"):
         go_on(saved)
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_with_arrays_that_do_not_fit(change, says, saved):
 def test_states_of_clients_that_are_not_there(ids, saved):
     for path in saved.glob("clients-*"):
         File(path).write({"ids": np.array(ids), "0": np.zeros((len(ids), 21))}, {"format": 1})
-    with damage("not what covary writes"):
+    with damage("has unexpected contents"):
         go_on(saved)
 
 

@@ -103,7 +103,7 @@ class Checkpoints:
                 segments: Any = facts.get("segments")
                 number = facts.get("round")
                 if not _segments(segments) or not isinstance(number, int) or path.name != _name(number):
-                    raise Damaged(f"{path} is not what covary writes.")
+                    raise Damaged(f"{path} has unexpected contents.")
                 self.rows = sum(len(ids) for ids, _ in self._read(segments))
                 if self.rows > MOST_ROWS * self.n_clients:
                     raise Damaged(f"{path} has more states than covary writes.")
@@ -170,7 +170,7 @@ class Checkpoints:
             ids = arrays.pop("ids", np.empty(0))
             known = ids.ndim == 1 and ids.dtype.kind == "i" and len(ids) > 0
             if not known or ids.min() < 0 or ids.max() >= self.n_clients or set(arrays) != _numbers(len(arrays)):
-                raise Damaged(f"{path} is not what covary writes.")
+                raise Damaged(f"{path} has unexpected contents.")
             yield ids, [arrays[str(n)] for n in range(len(arrays))]
 
     def _rounds(self) -> list[Path]:
@@ -208,7 +208,7 @@ class Checkpoints:
             )
         then, now = facts.get("about"), self.about
         if not isinstance(then, dict):
-            raise Damaged(f"{path} is not what covary writes.")
+            raise Damaged(f"{path} has unexpected contents.")
         apart = [
             f"{name} was {str(then.get(name))[:200]} and is {str(now.get(name))[:200]}"
             for name in {**now, **then}

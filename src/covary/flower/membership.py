@@ -173,7 +173,7 @@ class Membership:
     # Who loses its state, and who leaves
 
     def settle_losses(self) -> None:
-        """Begin a new epoch if members lost their state in this round, without those that lose it again and again."""
+        """Start a new epoch if members lost their state in this round; drop members that keep losing it."""
         lost = sorted(self.lost)
         if not lost:
             return

@@ -119,7 +119,7 @@ def run_node(node: Node) -> int:
 
 
 def check_key(path: Path) -> None:
-    """Reject a file that is no node's private key: an elliptic curve key in OpenSSH form that only its user can read.
+    """Check that a file is a node's private key: an elliptic curve key in OpenSSH form that only its user can read.
 
     >>> check_key(Path("hospital-z"))
     Traceback (most recent call last):

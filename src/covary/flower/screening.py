@@ -95,7 +95,7 @@ def _first_norms(earlier: Iterable[Mapping[str, Any]], exchange: int, field: str
 
 
 def _cosines(uploads: list[np.ndarray], norms: list[float]) -> list[float | None]:
-    """The cosine of each upload with the sum of the others; None where there is no direction."""
+    """The cosine of each upload with the sum of the others; None if there is no direction."""
     total = np.zeros(uploads[0].shape)
     for upload in uploads:
         total += upload

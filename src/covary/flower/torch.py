@@ -96,7 +96,7 @@ def float_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
     """The module's buffers that are averaged: those in floating point, finite, that its `state_dict` has."""
     kept = module.state_dict().keys()
     found = {name: b for name, b in module.named_buffers() if b.is_floating_point() and name in kept}
-    found = {name: b for name, b in found.items() if bool(b.isfinite().all())}  # a mask of -inf is no average
+    found = {name: b for name, b in found.items() if bool(b.isfinite().all())}  # a mask of -inf cannot be averaged
     return {name: buffer.detach().cpu().numpy().copy() for name, buffer in found.items()}
 
 
@@ -198,7 +198,7 @@ class TorchNode:
                 self._vectors(down),
                 self._vectors(client),
                 self._full_gradient,
-                (self._gradient([batch]) for batch in batches),  # none is drawn where there is no step
+                (self._gradient([batch]) for batch in batches),  # lazily: without a step, no batch is drawn
                 _guard(privacy) if privacy.used else None,
             )
         up, client = (type(t)(**{k: _numpy(v) for k, v in t._asdict().items()}) for t in done[:2])
