@@ -41,7 +41,7 @@ class Sweep:
         reached = [np.inf if row["reached"] is None else row["reached"] for row in self.table]
         return np.mean(np.reshape(reached, (len(self.points), len(self.seeds))), axis=1)
 
-    def _way(self, metric: str) -> float:
+    def _direction(self, metric: str) -> float:
         """+1 if a metric should rise, -1 if it should fall: by the target, else by its name."""
         target = target_of(self.target)
         return target.direction if target is not None and target.metric == metric else direction_of(metric)
@@ -61,7 +61,7 @@ class Sweep:
         metric = metric or (self.target[0] if self.target else self.metrics[0])
         if metric not in self.curves:
             raise refused("metric", f"one of {', '.join(self.curves)}", repr(metric), "See sweep.curves.")
-        sign = self._way(metric)
+        sign = self._direction(metric)
         seen = np.where(np.isnan(self.curves[metric]), -np.inf, sign * self.curves[metric]).max(axis=2).mean(axis=1)
         rounds = self.mean_rounds() if self.target else np.zeros(len(self.points))
         endings = np.reshape([row["outcome"] for row in self.table], (len(self.points), len(self.seeds)))

@@ -24,7 +24,7 @@ from covary.runs.files import Damaged
 from covary.runs.machine import device_memory
 from covary.targets import direction_of
 
-LAP = 25  # rounds between two checks of a race: fixed, so that its result does not depend on the machine's speed
+RACE = 25  # rounds between two checks of a race: fixed, so that its result does not depend on the machine's speed
 
 
 class Members:
@@ -75,7 +75,7 @@ class Members:
                 self.states, record = warm(*given)
                 self._keep({name: np.asarray(value)[None] for name, value in record.items()}, 1, alive, cohort)
             else:
-                count = min(self.pace.rounds(), self.rounds - self.done, LAP - self.done % LAP, until - self.done)
+                count = min(self.pace.rounds(), self.rounds - self.done, RACE - self.done % RACE, until - self.done)
                 given = (self.numbers, self.states, self.keys, self.done, self.done + count, self.rounds, job.world)
                 self.states, records = compiled_sweep(program)(*given)
                 self._keep(records, count, alive, np.asarray(records["cohort"])[:count])
@@ -84,7 +84,7 @@ class Members:
                 running = ~(np.asarray(self.states.control.reached) | np.asarray(self.states.control.diverged))
                 if self.log is not None:
                     self.log(self.done, {"running": float(running.sum()), **self._best_so_far()})
-                decided = self.race and self.done % LAP == 0 and _decided(self.states, self._to_beat())
+                decided = self.race and self.done % RACE == 0 and _decided(self.states, self._best_before())
                 if self.done == self.rounds or not running.any() or decided:
                     self.group += 1
                     if not self.ended:
@@ -154,7 +154,7 @@ class Members:
             own = jax.tree.map(lambda leaf, at=at: leaf[at], states)
             self.watch.error(own, jax.tree.map(lambda leaf: leaf[: self.job.plan.n_clients], own.clients))
 
-    def _to_beat(self) -> float:
+    def _best_before(self) -> float:
         """The mean rounds of the best point of the earlier groups."""
         before = [p for group in self.groups[: self.group] for p in group]
         return float(np.where(self.reached, self.done_by, np.inf)[before].mean(axis=1).min(initial=np.inf))

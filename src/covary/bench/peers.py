@@ -40,7 +40,7 @@ def pfl_round(workload: Workload, rounds: int, processes: int | None = None) -> 
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "covary"}
         place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         place |= {"LOCAL_WORLD_SIZE": str(processes)}
-    return _alone(f"_pfl({workload!r}, {rounds}, {processes})", workload, places)
+    return _in_new_processes(f"_pfl({workload!r}, {rounds}, {processes})", workload, places)
 
 
 def flower_round(workload: Workload, rounds: int) -> float:
@@ -52,20 +52,20 @@ def flower_round(workload: Workload, rounds: int) -> float:
         "FLWR_HOME": ".flwr",
     }
     quiet |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    return _alone(f"_flower({workload!r}, {rounds})", workload, [quiet])
+    return _in_new_processes(f"_flower({workload!r}, {rounds})", workload, [quiet])
 
 
 def flgo_round(workload: Workload, rounds: int) -> float:
     """Seconds of FLGo's fastest round of FedAvg, with its clients in one thread per core."""
-    return _alone(f"_flgo({workload!r}, {rounds}, 'fedavg')", workload, [{"OMP_NUM_THREADS": "1"}])
+    return _in_new_processes(f"_flgo({workload!r}, {rounds}, 'fedavg')", workload, [{"OMP_NUM_THREADS": "1"}])
 
 
 def flgo_scaffold_round(workload: Workload, rounds: int) -> float:
     """Seconds of the fastest round of FLGo's own SCAFFOLD, with its clients in one thread per core."""
-    return _alone(f"_flgo({workload!r}, {rounds}, 'scaffold')", workload, [{"OMP_NUM_THREADS": "1"}])
+    return _in_new_processes(f"_flgo({workload!r}, {rounds}, 'scaffold')", workload, [{"OMP_NUM_THREADS": "1"}])
 
 
-def _alone(call: str, workload: Workload, places: list[dict[str, str]]) -> float:
+def _in_new_processes(call: str, workload: Workload, places: list[dict[str, str]]) -> float:
     """Evaluate a call in new processes, one per set of environment variables, and return the value of the first."""
     if workload.model not in ("logistic", "mlp"):
         raise RuntimeError(f"the model {workload.model!r} is not implemented for the other simulators")

@@ -105,7 +105,7 @@ def run_node(node: Node) -> int:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        last = _attend(child, node, asked)
+        last = _supervise(child, node, asked)
         for orphan in descendants(os.getpid()):  # a ClientApp would wait for its SuperNode for ever
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan, signal.SIGKILL)
@@ -370,7 +370,7 @@ def _environment(home: Path, approved: dict[Path, str]) -> dict[str, str]:
     }
 
 
-def _attend(child: subprocess.Popen[bytes], node: Node, asked: list[int]) -> deque[str]:
+def _supervise(child: subprocess.Popen[bytes], node: Node, asked: list[int]) -> deque[str]:
     """Pass the SuperNode's output on until it ends or is asked to stop. Returns its last lines."""
     last: deque[str] = deque(maxlen=100)
     cut_off = threading.Event()

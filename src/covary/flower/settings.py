@@ -68,7 +68,7 @@ def checked_settings(rounds: int, others: Mapping[str, Any]) -> Settings:
 OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "screen", "target")
 
 
-def _meant(name: str, value: Any) -> Any:
+def _or_none(name: str, value: Any) -> Any:
     """A value of a run configuration, in which 0 and "" stand for None."""
     return None if name in OPTIONAL and value in (0, "") else value
 
@@ -76,7 +76,7 @@ def _meant(name: str, value: Any) -> Any:
 def overridden(settings: Settings, wanted: Mapping[str, Any]) -> Settings:
     """The settings with those that a run configuration names, with underscores."""
     ours = {f.name for f in fields(Settings)}
-    return replace(settings, **{name: _meant(name, value) for name, value in wanted.items() if name in ours})
+    return replace(settings, **{name: _or_none(name, value) for name, value in wanted.items() if name in ours})
 
 
 def target_of(text: Any) -> Target:

@@ -96,7 +96,7 @@ def curvature(
         )
         deltas, errors = apart.norms, apart.norm_errors
     else:
-        deltas, errors = _apart_by_a_sample(oracle, x, ids, others, random(len(ids)))
+        deltas, errors = _deltas_by_sample(oracle, x, ids, others, random(len(ids)))
     delta = _largest(deltas, errors, others.delta, oracle.cost - before)
 
     before = oracle.cost
@@ -160,7 +160,7 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
     return ids[chosen], Others(*known)
 
 
-def _apart_by_a_sample(
+def _deltas_by_sample(
     oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others, start: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """‖∇²f_i - ∇²f‖ if ∇²f of all examples is costly. A sample of the examples gives the directions. The two clients
