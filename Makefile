@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# What the mathematics and the refusals rest on: no subprocesses, no browser, no data that must be fetched.
+# The tests of the mathematics and of invalid input: no subprocesses, no browser, no data to download.
 CORE := $(patsubst %,tests/test_%.py,contract oracle reductions equations invariant bad_input theory)
 
 .PHONY: demo check lint test nightly docs wheel mutants deploy-demo screenshots clean

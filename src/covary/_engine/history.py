@@ -77,7 +77,7 @@ def traffic_by_kind(algorithm: Algorithm, steps_on_wire: int | None, x: np.ndarr
 
 
 def traffic(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray) -> tuple[int, int]:
-    """Bytes of one client's downloads and uploads in a round: all that `broadcast` and `finish` return."""
+    """Bytes of one client's downloads and uploads in a round: the results of `broadcast`, and `finish`'s uploads."""
     server, client = (
         jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), state)
         for state in (algorithm.init_server(x), algorithm.init_client(x))
