@@ -171,7 +171,7 @@ def test_a_node_runs_no_app_that_is_not_approved(here, kind, checkpoint, tmp_pat
         start_unchecked(here, app)
     refused = "is not an app that this node's owner has approved"
     for name in NODES:
-        wait_until(lambda name=name: refused in here.log(name)[before[name] :], f"{name} refuses the app")
+        wait_until(lambda name=name: refused in here.log(name)[before[name] :], f"{name} rejects the app")
     assert not mark.exists()
     assert (tmp_path / "installed").exists() == (kind != "another app")
     trained(here, checkpoint, f"after {kind}")
