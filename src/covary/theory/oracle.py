@@ -252,7 +252,7 @@ class Oracle:
             "loss(params, batch) must be twice differentiable, because beta, mu and delta are curvatures, but JAX "
             f"cannot differentiate its gradient ({str(reason).splitlines()[0]}). Make custom derivatives (custom_vjp, "
             "callbacks) differentiable."
-        )
+        ) from reason
 
 
 def _count(parts: Parts) -> int:
