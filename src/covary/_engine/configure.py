@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from covary.runs.machine import cores
+from covary.runs.machine import cores, cpu_lines
 
 KEPT_AFTER = 0.2  # seconds that a program takes to compile, from which on it is kept between processes
 
@@ -46,9 +46,7 @@ def cache_folder() -> Path | None:
     """A folder of the user's for what is costly to find out, kept apart by processor; None where it cannot be made."""
     with contextlib.suppress(OSError):
         about = os.uname().machine if hasattr(os, "uname") else ""
-        if Path("/proc/cpuinfo").is_file():
-            lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-            about += "".join(sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))}))
+        about += "".join(sorted(set(cpu_lines("flags", "model name", "Features"))))
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "covary" / f"xla-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)
