@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,6 +208,8 @@ def _points(
     try:
         algorithms = [factory(**point) for point in points]
     except TypeError as error:
+        if _takes(factory, points[0]):  # then the error is the factory's own
+            raise
         raise refused("grid", "named after the factory's arguments", ", ".join(grid), str(error)) from None
     for algorithm in algorithms:
         if not isinstance(algorithm, Algorithm) or algorithm.recipe is None:
@@ -221,6 +224,15 @@ def _points(
                 "grid", "over numbers only", ", ".join(grid), "Sweep once for each other choice, such as option."
             )
     return points, algorithms
+
+
+def _takes(factory: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether this can be called with arguments of these names."""
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _row(
