@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from covary._engine.devices import AXIS, Place
-from covary._engine.local import like, work_of_client
+from covary._engine.local import folded, like, work_of_client
 from covary._engine.plan import aggregation_weights
 from covary._engine.program import Program, World
 from covary.algorithm import Exchange
+
+
+def cohort_key(key: Any, r: Any) -> Any:
+    """What the cohort of round r is drawn with. Exchanges are numbered from 1, so that 0 is the cohort's."""
+    return folded(key, r, 0)
 
 
 def sample(key: Any, N: int, S: int) -> Any:
