@@ -138,6 +138,7 @@ def sweep(
     >>> tried.points[tried.best()], len(tried.table), tried.curves["accuracy"].shape
     ({'eta_l': 1.0}, 4, (2, 2, 10))
     """
+    # The request
     points, algorithms = _points(factory, grid)
     if isinstance(log, Tracker):
         raise InvalidInput("A tracker follows one run, and a sweep is many. Log sweep.table when it is done.")
@@ -169,6 +170,8 @@ def sweep(
         members=len(points),
     )
     whole("checkpoint_every", checkpoint_every, 1)
+
+    # All members, with checkpoints where a folder is given
     members = Members(job, algorithms, seeds, race, grouped(len(points), len(seeds), job, algorithm, at_once), log)
     if checkpoint is None:
         while not members.ended:
@@ -181,6 +184,8 @@ def sweep(
         curves = 8 * rounds * count * (2 * len(job.program.evaluation.names) + 16)
         with opened(checkpoint, about, job.plan.n_clients, state + curves, row) as checkpoints:
             run_to_end(members, checkpoints, checkpoint_every)
+
+    # The result
     table = [
         _row(point, seed, members, (p, s), job.program.evaluation.names)
         for p, point in enumerate(points)

@@ -69,9 +69,10 @@ def exchange_all(
     drift = jnp.zeros((), server[0].dtype)
     for number, exchange in enumerate(exchanges, start=1):
         down = exchange.broadcast(server)
-        up, rows, drifts = each_client(place.width, bind(number, exchange, down), ids, at, rows)  # up: fields (S, d)
+        # up and rows: fields (S / devices, d); drifts: (S / devices,)
+        up, rows, drifts = each_client(place.width, bind(number, exchange, down), ids, at, rows)
         weights = aggregation_weights(cohort.p, cohort.fraction, exchange.together, server[0].dtype)  # (S,)
-        own = share(place, weights)
+        own = share(place, weights)  # (S / devices,)
         mean = jax.tree.map(lambda leaf, own=own: total(place, own, leaf, real), up)
         server = like(exchange.aggregate(server, mean, cohort.fraction), server)
         drift += total(place, jnp.full(len(ids), 1 / S, drift.dtype), drifts, real)
@@ -121,7 +122,7 @@ def take(program: Program, clients: Any, cohort: Any) -> Any:
 
     def from_owners(leaf: Any) -> Any:
         at, mine = owned(place, cohort, len(leaf))
-        rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)
+        rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)  # (S + spare, d)
         return jax.lax.psum_scatter(rows, AXIS, tiled=True)
 
     return jax.tree.map(from_owners, clients)
@@ -137,7 +138,7 @@ def put(program: Program, clients: Any, cohort: Any, rows: Any) -> Any:
 
     def to_owners(leaf: Any, row: Any) -> Any:
         at, mine = owned(place, cohort, len(leaf))
-        everyones = jax.lax.all_gather(row, AXIS, tiled=True)
+        everyones = jax.lax.all_gather(row, AXIS, tiled=True)  # (S + spare, d)
         return leaf.at[jnp.where(mine, at, len(leaf))].set(everyones, mode="drop")
 
     return jax.tree.map(to_owners, clients, rows)

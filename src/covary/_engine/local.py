@@ -57,6 +57,7 @@ def work_of_client(
     everything = jnp.arange(plan.max_size)
     own = fetch(jnp.minimum(everything, layout.size - 1))  # (max_size, ...)
     epochs = jnp.arange(plan.epochs)
+    # (epochs, max_size)
     order = jax.vmap(lambda e: shuffle(jax.random.fold_in(key, e), plan.max_size, layout.size))(epochs)
 
     form = Form(program.unravel, down.x)
@@ -70,7 +71,7 @@ def work_of_client(
         low, high = batch_bounds(plan.batching, layout.batch, layout.per_epoch, layout.size, k)
         places = low + jnp.arange(plan.max_batch)  # (max_batch,)
         inside = places < high
-        rows = fetch(order[k // layout.per_epoch, jnp.minimum(places, layout.size - 1)])
+        rows = fetch(order[k // layout.per_epoch, jnp.minimum(places, layout.size - 1)])  # (max_batch, ...)
         return gradient(program, form, rows, inside if plan.ragged_batches else None)
 
     K = plan.max_steps if plan.steps is not None else layout.steps
@@ -134,6 +135,7 @@ def loss_at(loss: Callable[[Any, Any], Any], params: Any, batch: Any, weights: A
     """The loss of a batch, or the weighted sum of its examples' losses."""
     if weights is None:
         return loss(params, batch)
+    # (rows of the batch,)
     each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda leaf: leaf[None], example)))(batch)
     return weights.astype(each.dtype) @ each
 

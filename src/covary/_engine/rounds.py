@@ -221,7 +221,7 @@ def one_round(
         cohort = sample(cohort_key(key, r), program.plan.n_clients, program.plan.cohort)
     key = jax.random.fold_in(key, r)
     exchanges = algorithm.trips(program.plan.steps_on_wire)
-    rows = take(program, state.clients, cohort)
+    rows = take(program, state.clients, cohort)  # fields (S / devices, d), as has `new`
     server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, measured)
 
     # What is kept beside it
