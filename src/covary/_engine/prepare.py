@@ -109,7 +109,7 @@ def prepare(
         example_weights = np.repeat(p / layout.size, layout.size).astype(starts[0].dtype)
     roster = Roster(problem.data.offsets, p, layout)
     ends = TargetAt(in_program.index(target.metric), *target[1:]) if target is not None and judged else NEVER
-    rest = example_weights, roster, ends, np.asarray(training.decay)
+    rest: Any = (example_weights, roster, ends, np.asarray(training.decay))
     if program.resident:
         rest = lay_out(place, rest)
     examples, tested_on = on_devices(problem, place)
