@@ -122,7 +122,8 @@ def take(program: Program, clients: Any, cohort: Any) -> Any:
 
     def from_owners(leaf: Any) -> Any:
         at, mine = owned(place, cohort, len(leaf))
-        rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)  # (S + spare, d)
+        # (S + spare, d): this device's rows, and zeros for those that others keep
+        rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)
         return jax.lax.psum_scatter(rows, AXIS, tiled=True)
 
     return jax.tree.map(from_owners, clients)
