@@ -92,7 +92,7 @@ TARGETS = (
     ),
     Target(
         "src/covary/_engine/plan.py",
-        ("batch_bounds", "aggregation_weights"),
+        ("client_weights", "batch_bounds", "aggregation_weights"),
         "src/covary/_engine/plan.py tests/test_equations.py -k 'plan or mime'",
         "tests/test_plain.py tests/test_journal.py -k 'numbers_of_the or sampled_cohort'",
     ),
@@ -201,10 +201,6 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
             "def reset(self, arrays: Arrays, leaving: tuple[str, ...] = (), after: int = -1) -> None:",
             "1  ->  2",
         ): "no epoch is below -1",
-        (
-            "mass = {name: float(member.size) if by_examples else 1.0 for name, member in self.members.items()}",
-            "1.0  ->  2.0",
-        ): "each is divided by the sum",
     },
     "src/covary/flower/merge.py": {
         (

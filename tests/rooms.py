@@ -26,7 +26,12 @@ LAYERS = (  # a module may import from its own layer and from those before it
     ("cli",),
     ("covary", "__main__"),  # the package itself, with its public names
 )
-ALONE = {"trackers": {"errors", "checks"}}  # rooms that may import these alone
+ALONE = {  # rooms that may import these alone
+    "algorithms": {"errors", "checks", "algorithm"},
+    "trackers": {"errors", "checks"},
+    # beside run folders, a report shows a `Run` and a `Diagnosis` that are handed to it
+    "report": {"errors", "checks", "runs", "targets", "simulate", "theory"},
+}
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 Graph = dict[str, set[str]]  # each module or room, and those that it imports
 

@@ -31,6 +31,7 @@ from covary.flower import (
 )
 from covary.flower.exchange import checked
 from covary.flower.messages import FAILURES, failure
+from covary.flower.torch import Loader
 from covary.flower.wire import facts_of, pack
 
 N, D = 4, 5
@@ -293,6 +294,24 @@ def test_loaders_that_cannot_be_trained_on_are_rejected(loader, why, tmp_path, c
     deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.1), 1, torch_linear(), min_clients=2)
     assert why in caplog.text  # the node's own log
     assert "is left out: InvalidInput" in capsys.readouterr().out
+
+
+def test_a_type_error_inside_a_loader_is_raised_as_it_is():
+    class Broken:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            raise TypeError("the loader's own")
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(TypeError, match="the loader's own"):
+        Loader(Broken())
+    with pytest.raises(CovaryError, match="a stream without a length"):
+        Loader(torch.utils.data.DataLoader(Stream()))
 
 
 def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):

@@ -156,3 +156,13 @@ def test_bad_input(kwargs, says):
     given = {"factory": cv.scaffold, "grid": {"eta_l": [0.1]}, "rounds": 3, **kwargs}
     with pytest.raises(cv.CovaryError, match=says):
         cv.sweep(given.pop("factory"), PROBLEM, **given)
+
+
+def test_a_type_error_inside_the_factory_is_raised_as_it_is():
+    def factory(eta_l):
+        return cv.scaffold(eta_l) + 1
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        cv.sweep(factory, cv.lower_bound(G=1), {"eta_l": [0.1]}, rounds=1)
+    with pytest.raises(cv.CovaryError, match="named after the factory's arguments; got step"):
+        cv.sweep(factory, cv.lower_bound(G=1), {"step": [0.1]}, rounds=1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from covary._engine.cohort import sample
+from covary._engine.cohort import cohort_key, sample
 from covary._engine.history import History, Log, traffic_by_kind
 from covary._engine.local import order_of_epoch
 from covary._engine.plan import Layout, aggregation_weights, batch_bounds
@@ -154,7 +154,7 @@ def _run(job: Job, log: Log | None) -> PlainRun:
 
 def drawn(job: Job, r: int) -> np.ndarray:
     """The cohort that the engine draws for round r."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(job.training.seed), r), 0)
+    key = cohort_key(jax.random.key(job.training.seed), r)
     with jax.disable_jit(False):
         return np.asarray(sample(key, job.plan.n_clients, job.plan.cohort))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +138,7 @@ def sweep(
     >>> tried.points[tried.best()], len(tried.table), tried.curves["accuracy"].shape
     ({'eta_l': 1.0}, 4, (2, 2, 10))
     """
+    # The request
     points, algorithms = _points(factory, grid)
     if isinstance(log, Tracker):
         raise InvalidInput("A tracker follows one run, and a sweep is many. Log sweep.table when it is done.")
@@ -168,6 +170,8 @@ def sweep(
         members=len(points),
     )
     whole("checkpoint_every", checkpoint_every, 1)
+
+    # All members, with checkpoints where a folder is given
     members = Members(job, algorithms, seeds, race, grouped(len(points), len(seeds), job, algorithm, at_once), log)
     if checkpoint is None:
         while not members.ended:
@@ -180,6 +184,8 @@ def sweep(
         curves = 8 * rounds * count * (2 * len(job.program.evaluation.names) + 16)
         with opened(checkpoint, about, job.plan.n_clients, state + curves, row) as checkpoints:
             run_to_end(members, checkpoints, checkpoint_every)
+
+    # The result
     table = [
         _row(point, seed, members, (p, s), job.program.evaluation.names)
         for p, point in enumerate(points)
@@ -207,6 +213,8 @@ def _points(
     try:
         algorithms = [factory(**point) for point in points]
     except TypeError as error:
+        if _takes(factory, points[0]):  # then the error is the factory's own
+            raise
         raise refused("grid", "named after the factory's arguments", ", ".join(grid), str(error)) from None
     for algorithm in algorithms:
         if not isinstance(algorithm, Algorithm) or algorithm.recipe is None:
@@ -221,6 +229,15 @@ def _points(
                 "grid", "over numbers only", ", ".join(grid), "Sweep once for each other choice, such as option."
             )
     return points, algorithms
+
+
+def _takes(factory: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether this can be called with arguments of these names."""
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _row(

@@ -66,10 +66,7 @@ class Training:
         for name in ("local_steps", "local_epochs"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
-        if not isinstance(self.weights, str) or self.weights not in ("uniform", "examples"):
-            raise refused(
-                "weights", '"uniform" or "examples"', repr(self.weights), "The paper's f is the uniform mean."
-            )
+        check_weights(self.weights)
         target_of(self.target)
         average = self.average
         if not (average is None or (isinstance(average, str) and average == "uniform") or _is_fraction(average)):
@@ -116,6 +113,12 @@ def check_batch_size(value: Any) -> None:
         return
     allowed = "a number of examples of at least 1, a fraction in (0, 1), or None for full batches"
     raise refused("batch_size", allowed, repr(value), "The paper uses 0.2 of the local data.")
+
+
+def check_weights(value: Any) -> None:
+    """Refuse what is no way to weigh clients."""
+    if not isinstance(value, str) or value not in ("uniform", "examples"):
+        raise refused("weights", '"uniform" or "examples"', repr(value), "The paper's f is the uniform mean.")
 
 
 def _is_fraction(value: Any) -> bool:

@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from covary._engine.devices import AXIS, Place
-from covary._engine.local import like, work_of_client
+from covary._engine.local import folded, like, work_of_client
 from covary._engine.plan import aggregation_weights
 from covary._engine.program import Program, World
 from covary.algorithm import Exchange
+
+
+def cohort_key(key: Any, r: Any) -> Any:
+    """What the cohort of round r is drawn with. Exchanges are numbered from 1, so that 0 is the cohort's."""
+    return folded(key, r, 0)
 
 
 def sample(key: Any, N: int, S: int) -> Any:
@@ -64,9 +69,10 @@ def exchange_all(
     drift = jnp.zeros((), server[0].dtype)
     for number, exchange in enumerate(exchanges, start=1):
         down = exchange.broadcast(server)
-        up, rows, drifts = each_client(place.width, bind(number, exchange, down), ids, at, rows)  # up: fields (S, d)
+        # up and rows: fields (S / devices, d); drifts: (S / devices,)
+        up, rows, drifts = each_client(place.width, bind(number, exchange, down), ids, at, rows)
         weights = aggregation_weights(cohort.p, cohort.fraction, exchange.together, server[0].dtype)  # (S,)
-        own = share(place, weights)
+        own = share(place, weights)  # (S / devices,)
         mean = jax.tree.map(lambda leaf, own=own: total(place, own, leaf, real), up)
         server = like(exchange.aggregate(server, mean, cohort.fraction), server)
         drift += total(place, jnp.full(len(ids), 1 / S, drift.dtype), drifts, real)
@@ -116,6 +122,7 @@ def take(program: Program, clients: Any, cohort: Any) -> Any:
 
     def from_owners(leaf: Any) -> Any:
         at, mine = owned(place, cohort, len(leaf))
+        # (S + spare, d): this device's rows, and zeros for those that others keep
         rows = where(mine, leaf[jnp.clip(at, 0, len(leaf) - 1)], 0)
         return jax.lax.psum_scatter(rows, AXIS, tiled=True)
 
@@ -132,7 +139,7 @@ def put(program: Program, clients: Any, cohort: Any, rows: Any) -> Any:
 
     def to_owners(leaf: Any, row: Any) -> Any:
         at, mine = owned(place, cohort, len(leaf))
-        everyones = jax.lax.all_gather(row, AXIS, tiled=True)
+        everyones = jax.lax.all_gather(row, AXIS, tiled=True)  # (S + spare, d)
         return leaf.at[jnp.where(mine, at, len(leaf))].set(everyones, mode="drop")
 
     return jax.tree.map(to_owners, clients, rows)

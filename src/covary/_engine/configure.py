@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from covary.runs.machine import cores
+from covary.runs.machine import cores, cpu_lines
 
 KEPT_AFTER = 0.2  # seconds; programs that take longer to compile are cached for other processes
 
@@ -46,9 +46,7 @@ def cache_folder() -> Path | None:
     """The user's cache folder for this kind of processor; None if it cannot be created."""
     with contextlib.suppress(OSError):
         about = os.uname().machine if hasattr(os, "uname") else ""
-        if Path("/proc/cpuinfo").is_file():
-            lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-            about += "".join(sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))}))
+        about += "".join(sorted(set(cpu_lines("flags", "model name", "Features"))))
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "covary" / f"xla-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -57,6 +57,7 @@ def work_of_client(
     everything = jnp.arange(plan.max_size)
     own = fetch(jnp.minimum(everything, layout.size - 1))  # (max_size, ...)
     epochs = jnp.arange(plan.epochs)
+    # (epochs, max_size)
     order = jax.vmap(lambda e: shuffle(jax.random.fold_in(key, e), plan.max_size, layout.size))(epochs)
 
     form = Form(program.unravel, down.x)
@@ -70,7 +71,7 @@ def work_of_client(
         low, high = batch_bounds(plan.batching, layout.batch, layout.per_epoch, layout.size, k)
         places = low + jnp.arange(plan.max_batch)  # (max_batch,)
         inside = places < high
-        rows = fetch(order[k // layout.per_epoch, jnp.minimum(places, layout.size - 1)])
+        rows = fetch(order[k // layout.per_epoch, jnp.minimum(places, layout.size - 1)])  # (max_batch, ...)
         return gradient(program, form, rows, inside if plan.ragged_batches else None)
 
     K = plan.max_steps if plan.steps is not None else layout.steps
@@ -83,7 +84,7 @@ def _arithmetic_only(exchange: Exchange, form: Form, down: Any, client: Any) -> 
     """Whether the algorithm uses only arithmetic, so that it can work on a vector in blocks."""
     if form.whole:
         return True
-    try:
+    try:  # no loss is called here; an error of the algorithm's own comes again when it works on one vector
         jax.eval_shape(lambda down, client: dry_work(exchange, form.split(down), form.split(client)), down, client)
     except (TypeError, AttributeError):
         return False
@@ -97,6 +98,13 @@ def shuffle(key: Any, length: int, size: Any) -> Any:
     return jnp.argsort(jnp.where(jnp.arange(length) < size, draws, 2.0))
 
 
+def folded(key: Any, *numbers: Any) -> Any:
+    """The key of a round, of one of its exchanges, of a client in that: each number is folded in after the other."""
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key
+
+
 def order_of_epoch(seed: int, r: int, exchange: int, i: int, epoch: int, size: int) -> np.ndarray:
     """The order in which client i goes through its examples, as the engine draws it."""
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
@@ -105,10 +113,8 @@ def order_of_epoch(seed: int, r: int, exchange: int, i: int, epoch: int, size: i
 
 @functools.partial(jax.jit, static_argnums=2)
 def _order(key: Any, numbers: Any, size: int) -> Any:
-    key = jax.random.wrap_key_data(key)
-    for k in range(len(numbers)):
-        key = jax.random.fold_in(key, numbers[k])
-    return shuffle(key, size, size)
+    each = (numbers[k] for k in range(len(numbers)))
+    return shuffle(folded(jax.random.wrap_key_data(key), *each), size, size)
 
 
 def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any) -> Callable[[Any], Any]:
@@ -129,6 +135,7 @@ def loss_at(loss: Callable[[Any, Any], Any], params: Any, batch: Any, weights: A
     """The loss of a batch, or the weighted sum of its examples' losses."""
     if weights is None:
         return loss(params, batch)
+    # (rows of the batch,)
     each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda leaf: leaf[None], example)))(batch)
     return weights.astype(each.dtype) @ each
 

@@ -112,6 +112,7 @@ class Members:
 
     def rows(self, ids: np.ndarray) -> list[np.ndarray]:
         """The states of some clients, field by field, of all members."""
+        # a field is (seeds, points, N, d); what is saved has the clients first
         return [np.moveaxis(rows_of(leaf, ids, 2), 2, 0) for leaf in jax.tree.leaves(self.states.clients)]
 
     def changes(self) -> tuple[int, np.ndarray, bool]:
@@ -171,7 +172,7 @@ class Members:
             if name != "cohort":
                 shape = (len(self.algorithms), len(self.keys), self.rounds)
                 curve = self.curves.setdefault(name, np.full(shape, np.nan))
-                seen = np.where(went_on, np.array(values)[:count], np.nan)
+                seen = np.where(went_on, np.array(values)[:count], np.nan)  # (rounds, seeds, points)
                 curve[group, :, self.done : self.done + count] = seen.transpose(2, 1, 0)
         self.done += count
         self.changed = np.union1d(self.changed, cohorts)

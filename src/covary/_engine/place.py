@@ -134,6 +134,7 @@ def time_of_cohort(
     epochs = -(-steps * plan.epochs // plan.max_steps)
     local = dataclasses.replace(local, plan=dataclasses.replace(plan, max_steps=steps, steps=steps, epochs=epochs))
     slots = S + -S % len(place.devices)
+    # data: (slots, max_size, ...); rows: fields (slots, d)
     data = jax.tree.map(lambda leaf: np.zeros((slots, plan.max_size, *leaf.shape[1:]), leaf.dtype), examples)
     rows = jax.tree.map(lambda leaf: np.zeros((slots, *np.shape(leaf)), x.dtype), algorithm.init_client(x))
     data, rows = jax.block_until_ready(lay_out(place, (data, rows), PartitionSpec(AXIS)))

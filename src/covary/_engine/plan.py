@@ -75,7 +75,7 @@ def plan_rounds(training: Training, algorithm: Algorithm, sizes: np.ndarray) -> 
     N = len(sizes)
     S = cohort_size(training.clients_per_round, N)
     local, layout = plan_local_work(training.local, sizes)
-    p = sizes / sizes.sum() if training.by_examples else np.full(N, 1 / N)
+    p = client_weights(sizes, training.by_examples)
     if algorithm.lockstep and (S < N or local.steps is None):
         steps = layout.steps
         came = f"{S} of {N} clients a round" if S < N else f"from {steps.min()} to {steps.max()} steps a client"
@@ -103,6 +103,15 @@ def cohort_size(clients_per_round: int | float | None, N: int) -> int:
     if clients_per_round > N:
         raise refused("clients_per_round", f"between 1 and {N}", clients_per_round, f"There are {N} clients.")
     return int(clients_per_round)
+
+
+def client_weights(sizes: np.ndarray, by_examples: bool) -> np.ndarray:
+    """p_i of every client, by its share of the examples or the same for all; they sum to one.
+
+    >>> client_weights(np.array([10, 30]), True), client_weights(np.array([10, 30]), False)
+    (array([0.25, 0.75]), array([0.5, 0.5]))
+    """
+    return sizes / sizes.sum() if by_examples else np.ones(len(sizes)) / len(sizes)
 
 
 def batches_of(batch_size: int | float | None, sizes: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:

@@ -107,18 +107,13 @@ def prepare(
     example_weights = None
     if not plan.flat_weights and not problem.data.streamed:
         example_weights = np.repeat(p / layout.size, layout.size).astype(starts[0].dtype)
-    small = World(
-        examples=None,
-        tested_on=None,
-        example_weights=example_weights,
-        roster=Roster(problem.data.offsets, p, layout),
-        target=TargetAt(in_program.index(target.metric), *target[1:]) if target is not None and judged else NEVER,
-        decay=np.asarray(training.decay),
-    )
+    roster = Roster(problem.data.offsets, p, layout)
+    ends = TargetAt(in_program.index(target.metric), *target[1:]) if target is not None and judged else NEVER
+    rest: Any = (example_weights, roster, ends, np.asarray(training.decay))
     if program.resident:
-        small = lay_out(place, small)
+        rest = lay_out(place, rest)
     examples, tested_on = on_devices(problem, place)
-    world = small._replace(examples=examples, tested_on=tested_on if problem.metrics is not None else None)
+    world = World(examples, tested_on if problem.metrics is not None else None, *rest)
     return Job(algorithm, problem, training, plan, layout, p, program, world, starts, visits, where, passes, target)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from covary import targets
-from covary._engine.cohort import Cohort, bound_to_data, exchange_all, put, sample, take
+from covary._engine.cohort import Cohort, bound_to_data, cohort_key, exchange_all, put, sample, take
 from covary._engine.devices import AXIS, sharded
 from covary._engine.evaluate import measure
 from covary._engine.invariant import control_change, control_error, largest_control
@@ -109,7 +109,7 @@ def compiled_sample(n_clients: int, cohort: int) -> Callable[[Any, Any], Any]:
     """`(key, rounds) -> cohorts`: those that the engine itself draws in these rounds."""
 
     def one(key: Any, r: Any) -> Any:
-        return sample(jax.random.fold_in(jax.random.fold_in(key, r), 0), n_clients, cohort)
+        return sample(cohort_key(key, r), n_clients, cohort)
 
     def draw(key: Any, rounds: Any) -> Any:
         return jax.vmap(lambda r: one(wrap(key), r))(rounds)
@@ -217,11 +217,11 @@ def one_round(
     """
     # The round: a cohort, its exchanges, the server's new state
     algorithm = rebuild(program.recipe, numbers)
-    key = jax.random.fold_in(key, r)
     if cohort is None:
-        cohort = sample(jax.random.fold_in(key, 0), program.plan.n_clients, program.plan.cohort)
+        cohort = sample(cohort_key(key, r), program.plan.n_clients, program.plan.cohort)
+    key = jax.random.fold_in(key, r)
     exchanges = algorithm.trips(program.plan.steps_on_wire)
-    rows = take(program, state.clients, cohort)
+    rows = take(program, state.clients, cohort)  # fields (S / devices, d), as has `new`
     server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, measured)
 
     # The scale of rounding, and the average

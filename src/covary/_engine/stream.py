@@ -66,6 +66,7 @@ class Stream:
             for r in range(first, until + 1):
                 if r > first and interrupted():
                     break
+                # The round: with the rows that were read ahead, except those that the last round still has
                 rows, world = ahead.result()
                 if unwritten is not None:
                     rows = self._carried_over(rows, cohort, *unwritten)
@@ -75,6 +76,8 @@ class Stream:
                 else:
                     measured = r % self.program.eval_every == 0 or r == last
                     state, record = compiled_round(self.program, measured)(numbers, given, key, r, cohort, world)
+
+                # The last round: its rows are written and its result is handed out while this one computes
                 for write in writes:
                     write.result()  # raises the error of the write
                 writes.clear()
@@ -83,6 +86,8 @@ class Stream:
                 unwritten = (cohort, state.clients)
                 if done is not None:
                     yield done
+
+                # What the host measures of this round, if it measures anything
                 seen = evaluate(r, state)
                 done = (state, record | seen, cohort, warm)
                 if not np.isfinite(seen.get("loss", 0.0)):
@@ -90,6 +95,8 @@ class Stream:
                 if seen:  # by the host, which may end the run here
                     yield done
                     done = None
+
+                # The next round's rows
                 if r < until:
                     cohort = next(cohorts)
                     ahead = self.thread.submit(self._read, cohort)
@@ -110,7 +117,7 @@ class Stream:
             yield from drawn[: until + 1 - r]
 
     def _read(self, cohort: np.ndarray) -> tuple[Any, World]:
-        """The cohort's states, and the world with the cohort's part of the roster and data."""
+        """The cohort's states, fields (S + spare, d), and the world with the cohort's part of the roster and data."""
         place, spare = self.program.place, -len(cohort) % len(self.program.place.devices)
         rows = jax.tree.map(
             lambda leaf: np.pad(leaf, [(0, spare)] + [(0, 0)] * (leaf.ndim - 1)), self.store.read(cohort)
@@ -126,7 +133,7 @@ class Stream:
 
     def _carried_over(self, rows: Any, cohort: np.ndarray, before: np.ndarray, earlier: Any) -> Any:
         """The rows read; those of the round that is still running replace the store's."""
-        at = np.searchsorted(before, cohort)
+        at = np.searchsorted(before, cohort)  # (S,): the cohort's positions in the previous one, -1 for none
         at = np.where(before[np.minimum(at, len(before) - 1)] == cohort, at, -1)
         if (at < 0).all():
             return rows

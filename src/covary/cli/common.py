@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from covary.cli.terminal import Terminal, open_in_browser
 from covary.errors import InvalidInput, refused
 from covary.runs import machine
 from covary.runs.folder import RunFolder
+from covary.training import Training
 
 
 def algorithm_names() -> list[str]:
@@ -64,17 +66,6 @@ MAY_DIFFER = (
     "quiet",
     "show",
     "track",
-)
-TRAINING = (
-    "rounds",
-    "clients_per_round",
-    "local_steps",
-    "local_epochs",
-    "batch_size",
-    "warm_start",
-    "weights",
-    "target",
-    "checkpoint_every",
 )
 REPORT = "report.html"
 
@@ -172,7 +163,8 @@ def factory_of(name: str) -> Callable[..., Algorithm]:
 
 def training(context: typer.Context, of: Divided) -> dict[str, Any]:
     """The options of a training run, as `simulate` and `sweep` take them."""
-    options = {name: context.params[name] for name in TRAINING}
+    names = (*(field.name for field in fields(Training)), "checkpoint_every")
+    options = {name: context.params[name] for name in names if name in context.params}
     target = options["target"]
     if target is not None and not 0 < target <= 1:
         raise refused("--target", "an accuracy in (0, 1]", target, "Try 0.95.")

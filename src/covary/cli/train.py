@@ -99,7 +99,7 @@ def run(
                     also(number, values)
 
             options |= {"log": log, "checkpoint": folder.checkpoint}
-            result = simulate(chosen, problem, seed=seed, **options)
+            result = simulate(chosen, problem, **options)
             folder.rewrite(_records(result.history))  # restores lines that a power failure cut off
         seconds = time.perf_counter() - started
         last = {name: float(v[-1]) for name, v in result.history.items() if v.ndim == 1 and len(v) and name != "round"}

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from covary._engine.devices import Place, on_devices
 from covary._engine.evaluate import Evaluation, measure
-from covary._engine.local import LocalProgram, work_of_client
+from covary._engine.local import LocalProgram, folded, work_of_client
 from covary._engine.plan import Layout, LocalPlan, batches_of, plan_local_work
 from covary.algorithm import Algorithm, rebuild
 from covary.client import Guard
@@ -132,13 +132,12 @@ def _compiled_work(
     def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any) -> Any:
         exchange = which.of(rebuild(recipe, numbers))
         seed, r, number, i = draw
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), r), number)
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
 
         def fetch(positions: Any) -> Any:
             return jax.tree.map(lambda leaf: leaf.at[positions].get(mode="promise_in_bounds"), examples)
 
-        client_key = jax.random.fold_in(key, i)
+        client_key = folded(jax.random.wrap_key_data(seed), r, number, i)
         return work_of_client(program, exchange, down, client, fetch, layout, client_key, guard=guard)
 
     return jax.jit(work)

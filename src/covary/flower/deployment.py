@@ -82,10 +82,7 @@ def open_ledger(folder: Path, algorithm: Algorithm, settings: Settings, start: S
     identity = {
         "algorithm": str(algorithm),
         "training": settings.local._asdict(),
-        "clients_per_round": settings.clients_per_round,
-        "seed": settings.seed,
-        "warm_start": settings.warm_start,
-        "weights": settings.weights,
+        **settings.fixed(),
         "model": f"{start.about} ({start.form[:12]})",
         "buffers": sorted(start.buffers),
         "invariant": list(algorithm.invariant or ()),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from covary._engine.plan import client_weights
 from covary.errors import CovaryError
 from covary.flower.refusals import NotFinite, SharedState, Stale, StateLost
 from covary.runs.files import Content
@@ -210,8 +211,8 @@ class Ledger:
 
     def weights(self, by_examples: bool) -> dict[str, float]:
         """p_i of every member."""
-        mass = {name: float(member.size) if by_examples else 1.0 for name, member in self.members.items()}
-        return {name: value / sum(mass.values()) for name, value in mass.items()}
+        p = client_weights(np.array([member.size for member in self.members.values()]), by_examples)
+        return {name: float(p[k]) for k, name in enumerate(self.members)}
 
 
 def norm(array: np.ndarray) -> float:

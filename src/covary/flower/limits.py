@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.plan import batches_of
+from covary._engine.plan import batch_bounds, batches_of
 from covary.checks import flag, positive, whole
 from covary.errors import refused
 from covary.flower.refusals import BeyondLimit
@@ -126,6 +126,5 @@ def smallest_batch_of(batch_size: int | float | None, size: int) -> int:
     (8, 10, 40)
     """
     rule, batch, per_epoch = batches_of(batch_size, np.array([size]))
-    if rule == "rows":
-        return size - (int(per_epoch[0]) - 1) * int(batch[0])
-    return size // int(per_epoch[0])
+    low, high = batch_bounds(rule, batch, per_epoch, size, np.arange(per_epoch[0]))  # of every step in an epoch
+    return int((high - low).min())

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flwr.serverapp import Grid
 
-from covary._engine.cohort import sample
+from covary._engine.cohort import cohort_key, sample
 from covary._engine.plan import cohort_size
 from covary.algorithm import Algorithm, Exchange
 from covary.errors import CovaryError, DivergenceWarning, refused
@@ -222,7 +222,7 @@ class Server:
         if unvisited:
             return unvisited[:S]
         names = self.deployment.by_number(online)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(s.seed), number), 0)
+        key = cohort_key(jax.random.key(s.seed), number)
         if self.attempt:
             key = jax.random.fold_in(key, self.attempt)
         return [names[k] for k in np.asarray(sample(key, len(names), min(S, len(names))))]

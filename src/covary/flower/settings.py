@@ -11,9 +11,10 @@ from covary import targets
 from covary.checks import flag, positive, whole
 from covary.errors import refused
 from covary.targets import Target
-from covary.training import Training
+from covary.training import LocalWork, Training
 
 ONLY_SIMULATED = ("average", "precision")
+MAY_CHANGE = ("rounds", "target", "eval_every")  # when a run is resumed
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Settings(Training):
             whole("forget_after", self.forget_after, 1)
         flag("resume", self.resume)
 
+    def fixed(self) -> dict[str, Any]:
+        """The settings of the run that stay the same when it is resumed, besides those of a client's work."""
+        others = {*LocalWork._fields, *MAY_CHANGE, *ONLY_SIMULATED}
+        return {f.name: getattr(self, f.name) for f in fields(Training) if f.name not in others}
+
 
 def checked_settings(rounds: int, others: Mapping[str, Any]) -> Settings:
     known = {f.name for f in fields(Settings)} - {*ONLY_SIMULATED}
@@ -65,7 +71,7 @@ def checked_settings(rounds: int, others: Mapping[str, Any]) -> Settings:
     return Settings(rounds, **others)
 
 
-OPTIONAL = ("clients_per_round", "local_steps", "local_epochs", "batch_size", "forget_after", "screen", "target")
+OPTIONAL = {f.name for f in fields(Settings) if "None" in str(f.type)} - {*ONLY_SIMULATED}
 
 
 def _or_none(name: str, value: Any) -> Any:

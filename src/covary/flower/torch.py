@@ -304,11 +304,11 @@ class Loader:
         self.data = data
         found = getattr(data, "sampler", None) or getattr(data, "dataset", None)
         try:
-            self.size = len(found) if found is not None else sum(_rows(batch) for batch in data)
-            batches = len(data)
+            size, batches = None if found is None else len(found), len(data)
         except TypeError:
             fix = "Give it a length, or read the stream into tensors."
             raise refused("loader", "batches of a known number", "a stream without a length", fix) from None
+        self.size = sum(_rows(batch) for batch in data) if size is None else size
         if not self.size or not batches:
             came = f"{self.size} examples in {batches} batches"
             raise refused("loader", "at least one batch", came, "Use a smaller batch, or drop_last=False.")

@@ -13,12 +13,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_lines(*names: str) -> list[str]:
+    """What Linux says of the processors: the lines that begin with one of these names."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(errors="replace").splitlines() if about.is_file() else []
+    return [line for line in lines if line.startswith(names)]
+
+
 def processor() -> str:
     """The processor's name."""
-    if Path("/proc/cpuinfo").is_file():
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    for line in cpu_lines("model name"):
+        return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 

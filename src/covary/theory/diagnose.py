@@ -138,6 +138,7 @@ def diagnose(
     >>> round(found.beta, 3), round(found.delta, 3), found.algorithm, found.scaffold_beats_fedavg
     (1.2, 0.1, 'scaffold', True)
     """
+    # The request
     say = say or (lambda text: None)
     if isinstance(algorithms, str):
         raise refused("algorithms", "a list of names", repr(algorithms), f"Try [{algorithms!r}].")
@@ -157,10 +158,13 @@ def diagnose(
     S = cohort_size(clients_per_round, problem.n_clients)
     batches_of(batch_size, problem.data.sizes)
 
+    # The constants at the start
     say("measuring the clients' gradients and Hessians at the start")
     first = _measure(oracle, oracle.start, batch_size)
     beta, delta = (getattr(first.curvature, name).value for name in ("beta", "delta"))
     useful = rates.useful_local_steps(beta, delta)
+
+    # The trial, around the step-size that they suggest
     steps = [local_steps] if local_steps is not None else _ladder(max_local_steps)
     contest = Contest(
         problem=problem,
@@ -180,6 +184,8 @@ def diagnose(
             "closer to the optimum."
         )
     chosen = next(trials[name] for name in PREFERENCE if name in trials and not contest.beats(best, trials[name]))
+
+    # The constants along the trajectory
     points, x = [first], oracle.start
     trajectory, stable = _trajectory(contest, trials["scaffold"], seed)
     for x in trajectory:

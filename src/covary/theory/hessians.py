@@ -79,12 +79,14 @@ def curvature(
     def random(count: int) -> Any:
         return jnp.asarray(oracle.rng.normal(size=(count, d)), x.dtype)
 
+    # beta: the largest eigenvalue, in size, of any client's Hessian
     alone = lanczos(lambda V: oracle.own_products(x, V, own), random(len(ids)), steps, _both_ends_settled)
     reject_nan(ids, alone.values.sum(axis=1), "Hessian")
     beta = _largest(alone.norms, alone.norm_errors, others.beta, oracle.cost - before)
     lowest = _largest(-alone.values[:, 0], alone.errors[:, 0], None, beta.cost)
     _reject_kinks(oracle, x, beta.value)
 
+    # delta: how far any client's Hessian is from that of f
     before = oracle.cost
     if len(ids) * product * STEPS <= CHEAP:
         everyone = oracle.everyone()[0]
@@ -99,6 +101,7 @@ def curvature(
         deltas, errors = _deltas_by_sample(oracle, x, ids, others, random(len(ids)))
     delta = _largest(deltas, errors, others.delta, oracle.cost - before)
 
+    # mu: the lowest eigenvalue of the Hessian of f
     before = oracle.cost
     mu, error = _lowest_of_all(oracle, x, random(1), steps, product, beta.value)
     weak, open_end = max(0.0, lowest.value), lowest.se if lowest.value > 0 else 0.0

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary._engine.local import loss_at
+from covary._engine.plan import client_weights
 from covary.checks import whole
 from covary.errors import InvalidInput, refused
 from covary.problem import Problem
+from covary.training import check_weights
 
 ROWS_AT_ONCE = 1024
 
@@ -46,8 +48,7 @@ class Oracle:
             raise refused(
                 "problem", "a Problem", type(problem).__name__, "Build one with covary.supervised, for example."
             )
-        if weights not in ("uniform", "examples"):
-            raise refused("weights", '"uniform" or "examples"', repr(weights), "The paper's f is the uniform mean.")
+        check_weights(weights)
         if problem.n_clients < 2:
             raise InvalidInput(
                 "problem must have at least 2 clients; got 1. With one client, G and delta are 0, and every algorithm "
@@ -61,8 +62,7 @@ class Oracle:
         whole("seed", seed, 0, most=2**32 - 1)
         problem.refuse_other_losses(one_by_one=len(set(problem.data.sizes.tolist())) > 1)
         self.problem, self.divisible = problem, not problem.mixes_examples
-        sizes = problem.data.sizes
-        self.p = np.full(len(sizes), 1 / len(sizes)) if weights == "uniform" else sizes / sizes.sum()
+        self.p = client_weights(problem.data.sizes, weights == "examples")
         self.start, self.unravel = problem.start(x0, seed)
         if self.start.dtype.itemsize < 4:
             fix = "Its rounding hides curvatures. Measure the model in float32, and train in any precision."
@@ -252,7 +252,7 @@ class Oracle:
             "loss(params, batch) must be twice differentiable, because beta, mu and delta are curvatures, but JAX "
             f"cannot differentiate its gradient ({str(reason).splitlines()[0]}). Make custom derivatives (custom_vjp, "
             "callbacks) differentiable."
-        )
+        ) from reason
 
 
 def _count(parts: Parts) -> int:

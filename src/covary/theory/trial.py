@@ -18,7 +18,7 @@ from covary import algorithms
 from covary.algorithm import Algorithm
 from covary.problem import Problem
 from covary.sweep import RATIO, Sweep, half_decade, sweep
-from covary.targets import direction_of, target_of
+from covary.targets import direction_of, met, target_of
 
 NEAR = 1.1  # two results count as equally good up to this ratio of exchanges
 
@@ -41,6 +41,13 @@ class Trial:
     def rounds(self) -> float:
         """Rounds until the target."""
         return self.to_target / self.exchanges
+
+    def exchanges_to(self, direction: float, value: float) -> float:
+        """Exchanges until the metric meets a value; infinite if it never does, or if the trial diverged."""
+        if not math.isfinite(self.value):
+            return math.inf
+        hits = np.flatnonzero(met(direction, self.curve, value))
+        return float(hits[0] + 1) if hits.size else math.inf
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,8 @@ class Contest:
             return math.inf, math.inf
         seen = better.curve[np.isfinite(better.curve)]
         early = better.curve[: max(better.exchanges, int(len(better.curve) / NEAR))]
-        target = self.sign * early[np.isfinite(early)][-1] - 1e-3 * float(np.ptp(seen))
-
-        def needed(trial: Trial) -> float:
-            met = np.flatnonzero(self.sign * trial.curve >= target)
-            return float(met[0] + 1) if met.size and math.isfinite(trial.value) else math.inf
-
-        return needed(first), needed(second)
+        target = early[np.isfinite(early)][-1] - self.sign * 1e-3 * float(np.ptp(seen))
+        return first.exchanges_to(self.sign, target), second.exchanges_to(self.sign, target)
 
     def tune(self, name: str, K: int, centre: float, eta_g: float = 1.0) -> Trial:
         """The best step-size around a centre. The grid is extended while the best lies at an end of it."""
@@ -116,7 +118,7 @@ class Contest:
         """One sweep over local step-sizes."""
         self.say(f"{name}, K = {K}, eta_l = {', '.join(f'{eta:g}' for eta in eta_l)}")
         build = maker(name, K, self.prox, eta_g)
-        exchanges = len(build(1.0).exchanges)
+        exchanges = len(build(eta_l[0]).exchanges)
         rounds = max(2, self.exchanges // exchanges)
         swept = sweep(
             build,
@@ -240,9 +242,4 @@ def check(contest: Contest, advised: Trial, beats: bool, steps: Sequence[int]) -
 def to_common_loss(found: dict[str, Trial]) -> dict[str, Trial]:
     """The trials, with the lowest loss that all of them reached as the target."""
     target = max((trial.value for trial in found.values() if math.isfinite(trial.value)), default=math.inf)
-
-    def needed(trial: Trial) -> float:
-        met = np.flatnonzero(trial.curve <= target)
-        return float(met[0] + 1) if met.size and math.isfinite(trial.value) else math.inf
-
-    return {name: replace(trial, to_target=needed(trial)) for name, trial in found.items()}
+    return {name: replace(trial, to_target=trial.exchanges_to(-1.0, target)) for name, trial in found.items()}
