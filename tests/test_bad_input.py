@@ -289,3 +289,32 @@ def test_values_that_the_number_type_cannot_hold():
 def test_from_clients_mixes_nothing_up(clients, says):
     with pytest.raises(cv.CovaryError, match=says):
         cv.FederatedData.from_clients(clients)
+
+
+def test_what_is_rejected_is_a_value_error(tmp_path):
+    problem = small_logistic([3, 4])
+    cv.simulate(cv.sgd(0.1), problem, 1, checkpoint=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"seed was 0 and is 1.*the covary that wrote them"):
+        cv.simulate(cv.sgd(0.1), problem, 1, seed=1, checkpoint=tmp_path / "run")
+    with pytest.raises(ValueError, match="checkpoint must be a path; got ''"):
+        cv.simulate(cv.sgd(0.1), problem, 1, checkpoint="")
+    with pytest.raises(ValueError, match="scaffold, uncalled"):
+        cv.sweep(cv.scaffold(0.1), problem, {"eta_l": [0.1]}, rounds=1)
+    with pytest.raises(ValueError, match="got an empty list"):
+        cv.FederatedData.from_clients([])
+
+
+def test_metrics_that_are_no_numbers_are_listed_briefly():
+    class Many:
+        def init(self, key):
+            return jnp.zeros(3)
+
+        def loss(self, w, batch):
+            return jnp.mean(w * batch[0])
+
+        def metrics(self, w, batch):
+            return {f"m{i}": w for i in range(40)}
+
+    with pytest.raises(cv.CovaryError, match=r"m0'\] float\d\d \(3,\).* and 35 more arrays") as error:
+        cv.supervised(Many(), cv.FederatedData.from_clients([(X, Y)]))
+    assert len(str(error.value)) < 400

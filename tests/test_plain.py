@@ -96,3 +96,15 @@ def test_an_error_in_the_users_loss_is_raised_and_not_tried_again():
     data = cv.FederatedData.from_clients([np.ones((3, 2)), np.ones((3, 2))])
     with pytest.raises(TypeError, match="the model's own"):
         cv.simulate(cv.scaffold(0.1), cv.supervised(Fails(), data), 2)
+
+
+def test_a_run_that_diverges_at_once_has_an_empty_history():
+    runs = []
+    for debug in (True, False):
+        with pytest.warns(cv.DivergenceWarning):
+            runs.append(cv.simulate(cv.scaffold(1e200), cv.lower_bound(G=1.0), 3, local_steps=4, x0=1.0, debug=debug))
+    for run in runs:
+        assert (run.rounds, run.diverged, run.rounds_to("loss", 0.1)) == (0, 1, None)
+        assert {name: (len(values), values.dtype) for name, values in run.history.items()} == {
+            name: (0, values.dtype) for name, values in runs[1].history.items()
+        }

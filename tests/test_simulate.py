@@ -399,3 +399,31 @@ def test_minibatch_noise_is_averaged_over_the_same_data_as_full_batches():
     )
     full = cv.simulate(cv.fedavg(0.1), problem, 1, local_steps=1).x
     assert np.abs(mean - full).max() < 0.01
+
+
+def test_a_model_that_changes_between_problems_is_seen_as_it_is():
+    class Network:
+        width, start, target = 2, 1.0, 0.0
+
+        def init(self, key):
+            return jnp.full(self.width, self.start)
+
+        def loss(self, w, batch):
+            return jnp.mean((w.sum() - self.target) ** 2 + 0 * batch)
+
+        def metrics(self, w, batch):
+            return {"width": self.width + 0 * w.sum()}
+
+    network, data = Network(), cv.FederatedData.from_clients([np.zeros(3), np.ones(3)])
+
+    def run():
+        return cv.simulate(cv.fedavg(0.1), cv.supervised(network, data), 1)
+
+    first = run()
+    network.width, network.target = 3, 5.0
+    second = run()
+    network.start = 2.0
+    third = run()
+    assert [result.x.size for result in (first, second, third)] == [2, 3, 3]
+    assert [result.history["width"][0] for result in (first, second)] == [2, 3]
+    np.testing.assert_allclose([first.x[0], second.x[0], third.x[0]], [1 - 0.4, 1 + 0.4, 2 - 0.2])

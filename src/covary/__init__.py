@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from covary._engine.configure import configure
+from covary._engine.configure import configure, tidy_environment
 
 if TYPE_CHECKING:
     from covary import models, plain, theory, trackers
@@ -71,7 +71,13 @@ _ROOMS = {
 }
 _ROOM_OF = {name: f"covary.{room}" for room, names in _ROOMS.items() for name in names}
 _MODULES = {"datasets": "covary.data.datasets", "partition": "covary.data.partition"}
-_MODULES |= {name: f"covary.{name}" for name in ("models", "plain", "theory", "trackers")}
+_MODULES |= {
+    name: f"covary.{name}"
+    for name in (
+        *("algorithm", "algorithms", "checks", "client", "data", "errors", "flower", "models", "plain", "problem"),
+        *("report", "targets", "theory", "trackers", "training"),
+    )
+}
 
 
 class _Package(ModuleType):
@@ -84,6 +90,7 @@ class _Package(ModuleType):
             found = getattr(importlib.import_module(_ROOM_OF[name]), name)
         else:
             raise AttributeError(f"module 'covary' has no attribute {name!r}")
+        tidy_environment()
         self.__dict__[name] = found
         return found
 
@@ -92,7 +99,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        return sorted({*__all__, *_MODULES, *(name for name in self.__dict__ if name.startswith("__"))})
 
 
 sys.modules[__name__].__class__ = _Package

@@ -30,7 +30,7 @@ def array(name: str, value: Any) -> np.ndarray:
 
 def path(name: str, value: Any) -> Path:
     """The value as a path."""
-    if not isinstance(value, str | Path) or "\0" in str(value):
+    if not isinstance(value, str | Path) or value == "" or "\0" in str(value):
         raise refused(name, "a path", repr(value), "Pass a string or a pathlib.Path.")
     return Path(value)
 

@@ -17,6 +17,10 @@ class Corrupted(CovaryError):
     """A file that covary wrote is damaged, or an invariant is violated."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged, and covary falls back to the previous one."""
+
+
 class DivergenceWarning(UserWarning):
     """A run diverged: its values became NaN or infinite. It stops and returns its history so far."""
 

@@ -139,12 +139,12 @@ def _run(job: Job, log: Log | None) -> PlainRun:
         row = row if due else dict.fromkeys(row, np.nan)
         finite = all(np.isfinite(field).all() for field in server) and not (due and not np.isfinite(row.get("loss", 0)))
         diverged = not finite
+        row = {name: np.asarray(value, x.dtype) for name, value in row.items()}
+        row["cohort"] = np.pad(cohort, (0, job.plan.cohort - len(cohort)), constant_values=-1)
+        history.add({name: value[None] for name, value in row.items()}, int(finite), *traffic[warm])
         if diverged:
             server, states = before
             break
-        filled = np.pad(cohort, (0, job.plan.cohort - len(cohort)), constant_values=-1)
-        rows = {name: np.asarray(value)[None] for name, value in {**row, "cohort": filled}.items()}
-        history.add(rows, 1, *traffic[warm])
         reached = due and not warm and job.target is not None and bool(job.target.met(row[job.target.metric]))
         if reached:
             break

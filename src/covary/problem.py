@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -173,13 +174,14 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         values = _trace("metrics", metrics, params, batch)
         ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
         if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
+            came = _described(values=values) if jax.tree.leaves(values) else repr(values)
             raise refused(
-                "metrics(params, batch)", "a dict of single numbers", values, "Return {'accuracy': ...}, for example."
+                "metrics(params, batch)", "a dict of single numbers", came, "Return {'accuracy': ...}, for example."
             )
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
-    return Problem(_hashable(model.init), _hashable(model.loss), _hashable(metrics), data, test)
+    return Problem(_as_it_is_now(model.init), _as_it_is_now(model.loss), _as_it_is_now(metrics), data, test)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -257,13 +259,9 @@ def _compiled_losses(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tu
     return losses
 
 
-def _hashable(function: Any) -> Any:
-    """The function, or a hashable wrapper: compiled programs are cached by their functions."""
-    try:
-        hash(function)
-    except TypeError:  # a method of an object that holds arrays
-        return functools.partial(function)
-    return function
+def _as_it_is_now(function: Any) -> Any:
+    """The function, or a new wrapper of a method: programs are cached by their functions, and an object can change."""
+    return function if function is None or isinstance(function, FunctionType) else functools.partial(function)
 
 
 def _checked_test(test: Any, examples: Any) -> Any:
@@ -338,20 +336,20 @@ def _trace(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except CovaryError:
         raise
     except Exception as error:
-        error.add_note(f"covary called the model's {name} with {_described(args)}")
+        named = dict(zip(("params", "batch"), args, strict=True)) if len(args) == 2 else {"key": args[0]}
+        error.add_note(f"covary called the model's {name} with {_described(**named)}")
         raise
 
 
-def _described(args: tuple[Any, ...], most: int = 5) -> str:
-    """Name, shape and dtype of at most five arrays.
+def _described(**trees: Any) -> str:
+    """Name, dtype and shape of at most five arrays.
 
-    >>> _described(({"w": jax.ShapeDtypeStruct((3, 2), np.dtype("float32"))}, (np.zeros(4),)))
+    >>> _described(params={"w": jax.ShapeDtypeStruct((3, 2), np.dtype("float32"))}, batch=(np.zeros(4),))
     "params['w'] float32 (3, 2), batch[0] float64 (4,)"
     """
-    named = {"key": args[0]} if len(args) == 1 else dict(zip(("params", "batch"), args, strict=True))
     leaves = [
-        f"{name}{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}"
-        for name, tree in named.items()
+        f"{name}{jax.tree_util.keystr(path)} {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}"
+        for name, tree in trees.items()
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
-    return ", ".join(leaves[:most]) + (f" and {len(leaves) - most} more arrays" if len(leaves) > most else "")
+    return ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more arrays" if len(leaves) > 5 else "")

@@ -210,6 +210,8 @@ def _points(
         {name: np.asarray(value).item() for name, value in zip(grid, values, strict=True)}
         for values in itertools.product(*grid.values())
     ]
+    if not callable(factory):
+        raise refused("factory", "a function that returns an Algorithm", f"{factory}", "Try cv.scaffold, uncalled.")
     try:
         algorithms = [factory(**point) for point in points]
     except TypeError as error:

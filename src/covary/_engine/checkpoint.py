@@ -23,8 +23,9 @@ import numpy as np
 from covary._engine.prepare import Job
 from covary._engine.program import State
 from covary.algorithm import Algorithm, Exchange
+from covary.checks import path as checked_path
 from covary.client import dry_run
-from covary.errors import CovaryError, refused
+from covary.errors import CheckpointWarning, CovaryError, InvalidInput, refused
 from covary.runs.files import Damaged, File, held
 from covary.runs.interrupt import interruptions
 
@@ -40,10 +41,6 @@ MOST_SEGMENTS = 1000  # beyond it, too
 
 SavedClients = Callable[[list[np.ndarray]], Iterator[tuple[np.ndarray, list[np.ndarray]]]]
 """Given the form of one client's states, the saved clients' numbers and states, a part at a time."""
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, and covary falls back to the previous one."""
 
 
 class Resumable(Protocol):
@@ -215,9 +212,9 @@ class Checkpoints:
             if then.get(name) != now.get(name)
         ]
         if apart:
-            raise CovaryError(
-                f"{self.folder} holds checkpoints of another run: {'; '.join(apart)}. Resume with the same settings "
-                "and data, or choose another folder."
+            raise InvalidInput(
+                f"{self.folder} holds checkpoints of another run: {'; '.join(apart)}. Resume with the same settings, "
+                "the same data and the covary that wrote them, or choose another folder."
             )
 
 
@@ -259,10 +256,10 @@ def opened(
     if jax.process_count() > 1:
         fix = "Leave it out: each host holds only a part of the states."
         raise refused("checkpoint", "None when several hosts run together", repr(str(folder)), fix)
+    path = checked_path("checkpoint", folder)
     try:
-        path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, TypeError, ValueError) as error:
+    except OSError as error:
         raise refused("checkpoint", "a folder", f"{folder!r} ({error})", "Give one you can write to.") from None
     with held(path):
         yield Checkpoints(path, about, n_clients, shared_bytes, row_bytes)

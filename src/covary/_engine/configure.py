@@ -11,6 +11,7 @@ from pathlib import Path
 
 from covary.runs.machine import cores, cpu_lines
 
+_SET: list[str] = []  # the environment variables that covary has set
 KEPT_AFTER = 0.2  # seconds; programs that take longer to compile are cached for other processes
 
 
@@ -25,11 +26,14 @@ def configure() -> None:
     folder = cache_folder()
     by_flags = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if "jax" not in sys.modules:
-        if not by_flags:
-            os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(cores()))
+        wanted = {} if by_flags else {"JAX_NUM_CPU_DEVICES": str(cores())}
         if folder is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(KEPT_AFTER))
+            wanted |= {
+                "JAX_COMPILATION_CACHE_DIR": str(folder),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(KEPT_AFTER),
+            }
+        _SET.extend(name for name in wanted if name not in os.environ)
+        os.environ.update({name: wanted[name] for name in _SET})
         return
     import jax
 
@@ -39,6 +43,13 @@ def configure() -> None:
     if getattr(jax.config, "jax_compilation_cache_dir", "") is None and folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_AFTER)
+
+
+def tidy_environment() -> None:
+    """Remove covary's settings from the environment once JAX has read them: other programs are not meant."""
+    if "jax" in sys.modules:
+        while _SET:
+            os.environ.pop(_SET.pop(), None)
 
 
 @functools.cache

@@ -77,3 +77,6 @@ def gradient_exchange(field: str) -> Exchange:
         return server._replace(**{field: mean.g})
 
     return Exchange(send_x, lambda down, client, full_grad: NoState(), finish, aggregate)
+
+
+gradient_trip = gradient_exchange  # its name in 0.1.0

@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from covary.errors import DivergenceWarning
+from covary.errors import CheckpointWarning, DivergenceWarning
 from covary.runs.folder import plain
 from covary.trackers import TrackerWarning
 
@@ -83,8 +83,6 @@ class Terminal:
     @contextlib.contextmanager
     def warned(self) -> Iterator[None]:
         """Print covary's own warnings as sentences, and hide those of libraries."""
-        from covary._engine.checkpoint import CheckpointWarning
-
         own = (DivergenceWarning, CheckpointWarning, TrackerWarning)
 
         def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:

@@ -78,9 +78,8 @@ class FederatedData:
         FederatedData(2 clients, 4 examples, 1 to 3 each)
         """
         if not isinstance(clients, Sequence) or len(clients) == 0:
-            raise refused(
-                "clients", "a list of at least one batch", type(clients).__name__, "Pass one (x, y) per client."
-            )
+            came = f"an empty {type(clients).__name__}" if isinstance(clients, Sequence) else type(clients).__name__
+            raise refused("clients", "a list of at least one batch", came, "Pass one (x, y) per client.")
         batches = [jax.tree.map(np.asarray, batch, is_leaf=lambda node: isinstance(node, list)) for batch in clients]
         sizes = []
         for i, batch in enumerate(batches):

@@ -8,7 +8,7 @@ from typing import Any
 from flwr.app import RecordDict
 
 from covary.algorithm import Algorithm
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.flower.journal import Ledger
 from covary.flower.log import log
 from covary.flower.merge import Arrays, named, prefixed
@@ -94,7 +94,7 @@ def open_ledger(folder: Path, algorithm: Algorithm, settings: Settings, start: S
     ledger = Ledger.resume(disk)
     for name, value in identity.items():
         if ledger.settings.get(name) != value:
-            raise CovaryError(
+            raise InvalidInput(
                 f"The checkpoint in {folder} was made with {name} = {ledger.settings.get(name)}, and this run has "
                 f"{value}. Resume with the same settings, or start a new run in another folder."
             )

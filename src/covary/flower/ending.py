@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from covary.errors import CovaryError
+from covary.errors import InvalidInput
 from covary.flower.log import log
 from covary.runs.files import Damaged, File, content_of, replace
 
@@ -44,7 +44,7 @@ def outcome(checkpoint: str | Path) -> Outcome:
     >>> from covary.flower import outcome
     >>> outcome("/no/such/folder")
     Traceback (most recent call last):
-    covary.errors.CovaryError: No run was started in /no/such/folder. Give the server's checkpoint folder.
+    covary.errors.InvalidInput: No run was started in /no/such/folder. Give the server's checkpoint folder.
     """
     folder = Path(checkpoint)
     try:
@@ -54,7 +54,7 @@ def outcome(checkpoint: str | Path) -> Outcome:
         if state not in ("running", "reached", "stopped"):
             raise ValueError(state)
     except (FileNotFoundError, NotADirectoryError):
-        raise CovaryError(f"No run was started in {folder}. Give the server's checkpoint folder.") from None
+        raise InvalidInput(f"No run was started in {folder}. Give the server's checkpoint folder.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{folder / NAME} is damaged ({error!r}). Remove it and resume the run.") from None
     found = File(folder / "ledger").read()

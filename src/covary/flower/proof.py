@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from covary.errors import CovaryError, refused
+from covary.errors import InvalidInput, refused
 from covary.flower.journal import ClientJournal, Ledger, check_format
 from covary.flower.journal import norm as norm_of
 from covary.flower.refusals import StateLost
@@ -44,15 +44,15 @@ def audit(checkpoint: str | Path, states: Iterable[str | Path]) -> Audit:
     >>> from covary.flower import audit
     >>> audit("/no/such/folder", [])
     Traceback (most recent call last):
-    covary.errors.CovaryError: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
+    covary.errors.InvalidInput: There is no checkpoint in /no/such/folder. Give the server's checkpoint folder.
     """
     states, found = list(states), File(Path(checkpoint) / "ledger").read()
     if found is None:
-        raise CovaryError(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
+        raise InvalidInput(f"There is no checkpoint in {checkpoint}. Give the server's checkpoint folder.")
     check_format(found[1])
     ledger = Ledger(File(Path(checkpoint) / "ledger"), *found)
     if not ledger.settings["invariant"]:
-        raise CovaryError(f"{ledger.settings['algorithm']} has no control variates to audit.")
+        raise InvalidInput(f"{ledger.settings['algorithm']} has no control variates to audit.")
     server_field, client_field = ledger.settings["invariant"]
     c = ledger.arrays[f"server.{server_field}"]
     for state in states:

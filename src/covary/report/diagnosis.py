@@ -135,9 +135,9 @@ def _draw_constants(ax: Any, d: Diagnosis) -> None:
 
 
 def _draw_trial(ax: Any, d: Diagnosis) -> None:
-    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].exchanges)
+    names = sorted(d.measured, key=lambda name: d.measured[name] * d.trials[name].trips)
     for at, name in enumerate(names):
-        exchanges = d.trials[name].exchanges
+        exchanges = d.trials[name].trips
         measured, predicted = exchanges * d.measured[name], d.predicted.get(name)
         colour = COLOURS.get(name, "#999999")
         if math.isfinite(measured):

@@ -112,7 +112,7 @@ def read(path: Path) -> list[Story]:
             f"{path} is not a run folder: it has no results.jsonl. Pass a folder that covary made, such as one under "
             "runs/."
         )
-    records = folder.read() if folder.results.is_file() and folder.results.stat().st_size else []
+    records = folder.read() if folder.results.exists() and folder.results.stat().st_size else []
     read_story = READERS.get(str(settings.get("command")))
     if read_story is None:
         raise NoReport(f"{path} has no report: it is not a run folder of {', '.join(READERS)}.")

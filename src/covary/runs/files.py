@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from covary.errors import Corrupted, CovaryError
+from covary.errors import Corrupted, InvalidInput
 from covary.runs.machine import host_memory
 
 Content = tuple[dict[str, np.ndarray], dict[str, Any]]
@@ -113,7 +113,7 @@ def content_of(path: Path, most: int) -> bytes:
         raise
     except OSError as error:
         if not path.is_symlink():
-            raise CovaryError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
+            raise InvalidInput(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
         raise Damaged(
             f"{path} is a link. covary does not follow links in its folders. Replace it by the file itself."
         ) from error
@@ -137,14 +137,14 @@ def reject_links(folder: Path) -> None:
     ...     (Path(folder) / "results.jsonl").symlink_to("elsewhere")
     ...     reject_links(Path(folder))
     Traceback (most recent call last):
-    covary.errors.CovaryError: .../results.jsonl is a link: writing to it would change another file. Remove it.
+    covary.errors.InvalidInput: .../results.jsonl is a link: writing to it would change another file. Remove it.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
-                raise CovaryError(f"{entry.path} is a link: writing to it would change another file. Remove it.")
+                raise InvalidInput(f"{entry.path} is a link: writing to it would change another file. Remove it.")
             if not entry.is_file() and not entry.is_dir():
-                raise CovaryError(f"{entry.path} is neither a file nor a folder. Remove it.")
+                raise InvalidInput(f"{entry.path} is neither a file nor a folder. Remove it.")
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator
     >>> with tempfile.TemporaryDirectory() as folder, held(Path(folder)), held(Path(folder)):  # doctest: +ELLIPSIS
     ...     pass
     Traceback (most recent call last):
-    covary.errors.CovaryError: ... is in use by process .... Wait until it ends, or choose another folder.
+    covary.errors.InvalidInput: ... is in use by process .... Wait until it ends, or choose another folder.
     """
     import fcntl  # POSIX only; imported here so that the rest of the module can be imported without it
 
@@ -169,7 +169,7 @@ def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(folder / "lock", flags, 0o600 if private else 0o644)
     except (OSError, ValueError) as error:
-        raise CovaryError(f"{folder} cannot be written to ({error}). Choose another folder.") from None
+        raise InvalidInput(f"{folder} cannot be written to ({error}). Choose another folder.") from None
     deadline = time.monotonic() + patience
     try:
         while True:
@@ -180,7 +180,7 @@ def held(folder: Path, patience: float = 0.0, private: bool = False) -> Iterator
                 if time.monotonic() >= deadline:
                     holder = content_of(folder / "lock", 100).decode(errors="replace").strip() or "unknown"
                     fix = "Wait until it ends, or choose another folder."
-                    raise CovaryError(f"{folder} is in use by process {holder}. {fix}") from None
+                    raise InvalidInput(f"{folder} is in use by process {holder}. {fix}") from None
                 time.sleep(0.05)
         with contextlib.suppress(OSError):  # on a full disk the lock file has no process id
             os.truncate(lock, 0)

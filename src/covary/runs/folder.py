@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from covary.errors import CovaryError
+from covary.errors import CovaryError, InvalidInput
 from covary.runs.files import Damaged, content_of, held, reject_links, replace
 
 LARGEST = 2**30  # bytes of a results file
@@ -54,14 +54,14 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise CovaryError(
+                raise InvalidInput(
                     f"A run folder cannot be created in {parent} ({error}). Choose another parent with --out."
                 ) from None
             folder = cls(path)
             folder._made = [path, *made]
             folder._hold.enter_context(held(path))
             return folder
-        raise CovaryError(f"{parent} already has 1,000 run folders named {stem}. Choose another parent with --out.")
+        raise InvalidInput(f"{parent} already has 1,000 run folders named {stem}. Choose another parent with --out.")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -89,7 +89,7 @@ class RunFolder:
         settings = json.loads(json.dumps(plain(dict(settings)), default=str))
         if not self._settings.exists():
             if self.started:
-                raise CovaryError(f"{self.path} holds results of another program. Choose another folder.")
+                raise InvalidInput(f"{self.path} holds results of another program. Choose another folder.")
             with self.writing():
                 replace(self._settings, json.dumps(settings).encode())
             return
@@ -100,7 +100,7 @@ class RunFolder:
             raise Damaged(f"{self._settings} is damaged ({error}). Start again in another folder.") from None
         if apart:
             changes = "; ".join(f"{name} was {then.get(name)} and is {settings.get(name)}" for name in apart)
-            raise CovaryError(
+            raise InvalidInput(
                 f"{self.path} holds another run: {changes}. Use the options it was started with, or another folder."
             )
         if self.results.exists():
@@ -145,12 +145,12 @@ class RunFolder:
         """Raise an error if no folder can be created in the parent, before long work begins."""
         nearest = next(path for path in (parent.absolute(), *parent.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise CovaryError(f"A run folder cannot be created in {parent}. Choose another parent with --out.")
+            raise InvalidInput(f"A run folder cannot be created in {parent}. Choose another parent with --out.")
 
     def read(self) -> list[dict[str, Any]]:
         """The records so far, without a last line that a crash truncated."""
         if not self.results.is_file():
-            raise CovaryError(
+            raise InvalidInput(
                 f"{self.path} is not a run folder: it has no results.jsonl. Pass a folder that covary made."
             )
         try:
@@ -161,7 +161,7 @@ class RunFolder:
         if not all(isinstance(record, dict) for record in records):
             raise Damaged(f"{self.results} has unexpected contents. Start again in another folder.")
         if not records:
-            raise CovaryError(f"{self.results} is empty. Start again in another folder.")
+            raise InvalidInput(f"{self.results} is empty. Start again in another folder.")
         return records
 
     def drop_torn_line(self) -> None:

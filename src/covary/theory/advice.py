@@ -254,7 +254,7 @@ def cautions(e: Evidence) -> list[str]:
             "parts of one data set. G is due to chance and vanishes with more data per client, so SCAFFOLD has little "
             "to correct."
         )
-    if not e.stable and math.isfinite(e.trials["scaffold"].to_target):
+    if not e.stable and math.isfinite(e.trials["scaffold"].messages):
         found.append(
             "SCAFFOLD reached the target with this step-size, but the run diverges after it. Stop at the target, or "
             "use a step-size 3 times smaller."
@@ -281,7 +281,7 @@ def cautions(e: Evidence) -> list[str]:
         if estimate.se > 0.2 * estimate.value:
             found.append(f"{name} = {estimate} is uncertain, because only a sample of the clients was measured.")
     target = e.contest.target
-    if target and not any(math.isfinite(trial.to_target) for trial in e.trials.values()):
+    if target and not any(math.isfinite(trial.messages) for trial in e.trials.values()):
         found.append(
             f"No run reached {target[0]} {target[-1]:g} within {e.contest.exchanges} rounds, so the advice compares "
             f"the final {target[0]}. A longer trial (trial_rounds) is more reliable."
@@ -291,11 +291,11 @@ def cautions(e: Evidence) -> list[str]:
 
 def _outcome(trial: Trial, contest: Contest) -> str:
     """How a trial ended, in words."""
-    if contest.target and math.isfinite(trial.to_target):
+    if contest.target and math.isfinite(trial.messages):
         return f"{trial.rounds:.3g} round{'s' if trial.rounds != 1 else ''}" + (
-            f" of {trial.exchanges} exchanges" if trial.exchanges > 1 else ""
+            f" of {trial.trips} exchanges" if trial.trips > 1 else ""
         )
     if not math.isfinite(trial.value):
         return "divergence"
     value = f"{contest.metric} {trial.value:.3g}"
-    return f"more than {len(trial.curve) // trial.exchanges} rounds ({value} by then)" if contest.target else value
+    return f"more than {len(trial.curve) // trial.trips} rounds ({value} by then)" if contest.target else value

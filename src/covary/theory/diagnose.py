@@ -264,7 +264,7 @@ def _trajectory(contest: Contest, trial: Trial, seed: int) -> tuple[list[np.ndar
     """The models of SCAFFOLD's best run after a quarter of its rounds and at its end, and whether it stays stable."""
     algorithm = maker("scaffold", trial.K, contest.prox, trial.eta_g)(trial.eta_l)
     settings: dict[str, Any] = contest.settings | {"local_steps": trial.K, "seed": seed}
-    end = int(trial.rounds) if math.isfinite(trial.to_target) else contest.exchanges
+    end = int(trial.rounds) if math.isfinite(trial.messages) else contest.exchanges
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DivergenceWarning)
         simulate(algorithm, contest.problem, contest.exchanges, **settings)

@@ -31,8 +31,8 @@ class Trial:
     K: int
     eta_l: float
     eta_g: float
-    exchanges: int  # per round
-    to_target: float  # exchanges until the target; infinite if it was not reached
+    trips: int  # exchanges per round
+    messages: float  # exchanges until the target; infinite if it was not reached
     value: float  # the metric after the last exchange
     curve: np.ndarray = field(repr=False)  # the metric after each exchange, NaN if not measured
     tried: list[dict[str, Any]] = field(repr=False)  # every member of the sweeps
@@ -40,7 +40,7 @@ class Trial:
     @property
     def rounds(self) -> float:
         """Rounds until the target."""
-        return self.to_target / self.exchanges
+        return self.messages / self.trips
 
     def exchanges_to(self, direction: float, value: float) -> float:
         """Exchanges until the metric meets a value; infinite if it never does, or if the trial diverged."""
@@ -74,7 +74,7 @@ class Contest:
 
     def order(self, trial: Trial) -> tuple[float, float]:
         """The sort key: exchanges to the target, then the final value."""
-        return trial.to_target, -self.sign * trial.value
+        return trial.messages, -self.sign * trial.value
 
     def as_good(self, first: Trial, second: Trial) -> bool:
         """Whether the first needs at most a tenth more communication than the second."""
@@ -84,7 +84,7 @@ class Contest:
     def beats(self, first: Trial, second: Trial) -> bool:
         """Whether the first saves more than a tenth of the second's communication, and more than one round."""
         own, other = self.exchanges_of(first, second)
-        return other > NEAR * own and other > own + first.exchanges
+        return other > NEAR * own and other > own + first.trips
 
     def exchanges_of(self, first: Trial, second: Trial) -> tuple[float, float]:
         """The exchanges each needed to the target.
@@ -92,13 +92,13 @@ class Contest:
         If neither reached it, the target is the value of the better one a tenth before its end, minus a thousandth of
         its progress. Two trials that have converged are thus compared by when they converged.
         """
-        if math.isfinite(first.to_target) or math.isfinite(second.to_target):
-            return first.to_target, second.to_target
+        if math.isfinite(first.messages) or math.isfinite(second.messages):
+            return first.messages, second.messages
         better = max((first, second), key=lambda trial: self.sign * trial.value)
         if not math.isfinite(better.value):
             return math.inf, math.inf
         seen = better.curve[np.isfinite(better.curve)]
-        early = better.curve[: max(better.exchanges, int(len(better.curve) / NEAR))]
+        early = better.curve[: max(better.trips, int(len(better.curve) / NEAR))]
         target = early[np.isfinite(early)][-1] - self.sign * 1e-3 * float(np.ptp(seen))
         return first.exchanges_to(self.sign, target), second.exchanges_to(self.sign, target)
 
@@ -146,8 +146,8 @@ class Contest:
             K=K,
             eta_l=swept.points[p]["eta_l"],
             eta_g=eta_g,
-            exchanges=exchanges,
-            to_target=exchanges * float(swept.mean_rounds()[p]) if self.target and not broken else math.inf,
+            trips=exchanges,
+            messages=exchanges * float(swept.mean_rounds()[p]) if self.target and not broken else math.inf,
             value=-self.sign * math.inf if broken else float(seen[-1]),
             curve=curve,
             tried=[{"algorithm": name, "K": K, "eta_g": eta_g, **row} for row in members],
@@ -177,8 +177,8 @@ def compete(
             if not contest.as_good(chosen, over_K[-1]):
                 chosen = over_K[-1]
         found[name] = replace(chosen, tried=[member for trial in over_K for member in trial.tried])
-        if math.isfinite(chosen.to_target):  # the others stop after three times as many exchanges
-            contest = replace(contest, exchanges=min(contest.exchanges, max(10, int(3 * chosen.to_target))))
+        if math.isfinite(chosen.messages):  # the others stop after three times as many exchanges
+            contest = replace(contest, exchanges=min(contest.exchanges, max(10, int(3 * chosen.messages))))
     for name in names:
         if name not in found:
             like = found["scaffold"]
@@ -242,4 +242,4 @@ def check(contest: Contest, advised: Trial, beats: bool, steps: Sequence[int]) -
 def to_common_loss(found: dict[str, Trial]) -> dict[str, Trial]:
     """The trials, with the lowest loss that all of them reached as the target."""
     target = max((trial.value for trial in found.values() if math.isfinite(trial.value)), default=math.inf)
-    return {name: replace(trial, to_target=trial.exchanges_to(-1.0, target)) for name, trial in found.items()}
+    return {name: replace(trial, messages=trial.exchanges_to(-1.0, target)) for name, trial in found.items()}
