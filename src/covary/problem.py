@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +24,23 @@ from covary.runs import machine
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A model's loss, `(params, batch, key) -> scalar`. Without a key nothing in it is random."""
+
+    function: Callable[..., Any]
+    draws: bool  # whether it takes a key
+
+    def __call__(self, params: Any, batch: Any, key: Any = None) -> Any:
+        return self.function(params, batch, key=key) if self.draws else self.function(params, batch)
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The problem to minimise: f(x) = sum_i p_i f_i(x), with f_i the mean loss over client i's examples."""
 
     init: Callable[[Any], Any]  # (key) -> params
-    loss: Callable[[Any, Any], Any]  # (params, batch) -> scalar
+    loss: Loss
     metrics: Callable[[Any, Any], dict[str, Any]] | None  # (params, batch) -> dict of scalars
     data: FederatedData
     test: Any = None
@@ -40,16 +53,51 @@ class Problem:
     def metric_names(self) -> tuple[str, ...]:
         if self.metrics is None or (self.data.streamed and self.test is None):
             return ()  # a metric need not be a mean, so it cannot be measured on streamed data
-        return tuple(jax.eval_shape(self.metrics, _shape_of_params(self.init), _rows(self.data.examples, 2)))
+        return tuple(jax.eval_shape(self.metrics, *self.shapes))
+
+    @cached_property
+    def shapes(self) -> tuple[Any, Any]:
+        """The shapes of the model's params and of a small batch."""
+        return _shape_of_params(self.init), _rows(self.data.examples, 2)
+
+    def mean_metrics(self, at_once: int) -> frozenset[str]:
+        """The metrics that are means over examples, judged by sixteen groups of examples and two models.
+
+        A metric that is the same for every group tells nothing, and is not among them.
+        """
+        tested_on = self.data.examples if self.test is None else self.test
+        assert self.metrics is not None
+        n = len(jax.tree.leaves(tested_on)[0])
+        group = min(16, max(at_once // 16, 1), n // 16)
+        if group == 0:
+            return frozenset()
+        rows = np.random.default_rng(0).choice(n, (16, group), replace=False)
+        groups = jax.tree.map(lambda a: np.asarray(a[rows]), tested_on)  # (16, group, ...)
+        together, apart = _compiled_metrics(self.metrics)
+        means = set(self.metric_names)
+        varied = set()
+        for seed in range(2):
+            params = self._near_start(seed, 0.1)
+            whole = together(params, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups))
+            each = apart(params, groups)
+            for name, value in whole.items():
+                parts = np.asarray(each[name], float)
+                near = 1e-4 * np.abs(parts).max()
+                means -= set() if abs(float(value) - parts.mean()) <= near else {name}
+                varied |= {name} if np.ptp(parts) > near else set()
+        return frozenset(means & varied)
 
     @cached_property
     def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
         """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
-        noise = 0.01 * np.random.default_rng(0).normal(size=2**16)
-        near = jax.tree.map(lambda a: a + np.resize(noise, a.shape).astype(a.dtype), self._initial(0))
         few = jax.tree.map(lambda a: np.asarray(a[:3]), self.data.examples)
-        once, twice, each = _compiled_losses(self.loss)(near, few)
+        once, twice, each = _compiled_losses(self.loss)(self._near_start(0, 0.01), few)
         return float(once), float(twice), np.asarray(each)
+
+    def _near_start(self, seed: int, noise: float) -> Any:
+        """The model's initial params, moved by noise."""
+        draws = noise * np.random.default_rng(seed).normal(size=2**16)
+        return jax.tree.map(lambda a: a + np.resize(draws, a.shape).astype(a.dtype), self._initial(0))
 
     def _initial(self, seed: int) -> Any:
         """The model's initial params, in NumPy."""
@@ -58,8 +106,8 @@ class Problem:
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
-        params, batch = _shape_of_params(self.init), _rows(self.data.examples, 2)
-        return "".join(jax.jit(f).lower(params, batch).as_text() for f in (self.loss, self.metrics) if f is not None)
+        text = "".join(jax.jit(f).lower(*self.shapes).as_text() for f in (self.loss, self.metrics) if f is not None)
+        return text + (jax.jit(self.loss).lower(*self.shapes, jax.random.key(0)).as_text() if self.loss.draws else "")
 
     @property
     def _near(self) -> float:
@@ -87,11 +135,12 @@ class Problem:
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
                 "data have the same scale."
             )
-        if one_by_one and self.mixes_examples:
+        if (one_by_one or self.loss.draws) and self.mixes_examples:
             raise InvalidInput(
-                "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in size "
-                "or data is streamed. On the first examples it is not. Make each example's loss independent of the "
-                "others (BatchNorm is not), or give every client the same number of examples in memory."
+                "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in "
+                "size, data is streamed, or the loss takes a key. On the first examples it is not. Make each "
+                "example's loss independent of the others (BatchNorm is not), or give every client the same number "
+                "of examples in memory."
             )
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
@@ -132,7 +181,9 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
 
     Args:
         model: any object with `init(key) -> params`, `loss(params, batch) -> scalar` (the mean over the batch) and,
-            optionally, `metrics(params, batch) -> dict of scalars`.
+            optionally, `metrics(params, batch) -> dict of scalars`. A loss with dropout or other noise is
+            `loss(params, batch, *, key)`. In local steps it gets one example at a time, each with a key that is fixed
+            by the seed, round, exchange, client, step and example. Where the loss is only measured, the key is None.
         data: the clients' examples.
         test: a batch for the metrics. Without it they are measured on the training data, or not at all if that is
             streamed.
@@ -161,7 +212,10 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
 
     params = _shape_of_params(model.init)
     batch = _rows(data.examples, 2)
-    loss = _trace("loss", model.loss, params, batch)
+    own = Loss(_as_it_is_now(model.loss), _takes(model.loss, "key"))
+    loss = _trace("loss", own, params, batch)
+    if own.draws:
+        _trace("loss", own, params, batch, jax.random.key(0))
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         came = f"shape {loss.shape}, dtype {loss.dtype}" if hasattr(loss, "shape") else type(loss).__name__
         raise refused(
@@ -181,7 +235,7 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
-    return Problem(_as_it_is_now(model.init), _as_it_is_now(model.loss), _as_it_is_now(metrics), data, test)
+    return Problem(_as_it_is_now(model.init), own, _as_it_is_now(metrics), data, test)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -218,7 +272,7 @@ def quadratics(A: Any, b: Any) -> Problem:
             "Use (A + A.swapaxes(1, 2)) / 2, which gives the same f_i.",
         )
     d = b.shape[1]
-    return Problem(_zeros(d), _quadratic_loss, None, FederatedData((A, b), np.ones(len(b), int)))
+    return Problem(_zeros(d), Loss(_quadratic_loss, draws=False), None, FederatedData((A, b), np.ones(len(b), int)))
 
 
 def lower_bound(G: float, mu: float = 1.0) -> Problem:
@@ -247,7 +301,7 @@ def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_losses(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+def _compiled_losses(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
     """`(params, batch) -> loss of the batch, of the batch repeated, of each example`."""
 
     @jax.jit
@@ -257,6 +311,24 @@ def _compiled_losses(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tu
         return loss(params, batch), loss(params, twice), each
 
     return losses
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_metrics(metrics: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`(params, batch) -> metrics` of a batch, and `(params, groups) -> metrics` of each of several."""
+
+    def of_each(params: Any, groups: Any) -> Any:
+        return jax.lax.map(lambda batch: metrics(params, batch), groups)
+
+    return jax.jit(metrics), jax.jit(of_each)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built in, without a signature
+        return False
 
 
 def _as_it_is_now(function: Any) -> Any:
@@ -336,8 +408,12 @@ def _trace(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except CovaryError:
         raise
     except Exception as error:
-        named = dict(zip(("params", "batch"), args, strict=True)) if len(args) == 2 else {"key": args[0]}
+        named = {"key": args[0]} if len(args) == 1 else dict(zip(("params", "batch", "key"), args, strict=False))
         error.add_note(f"covary called the model's {name} with {_described(**named)}")
+        if isinstance(function, Loss) and function.draws and len(args) == 2:
+            error.add_note("The key is None where the loss is measured: switch dropout and other noise off there.")
+        elif name == "loss" and re.search(r"\b(rngs?|prng|key)\b", str(error), re.IGNORECASE):
+            error.add_note("A loss that draws random numbers takes a key: loss(params, batch, *, key).")
         raise
 
 

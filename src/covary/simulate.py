@@ -81,6 +81,7 @@ def simulate(
     store: str | Path | None = None,
     devices: int | None = None,
     width: int | None = None,
+    microbatch: int | None = None,
     precision: str | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
@@ -119,6 +120,8 @@ def simulate(
             is the first of these with enough room.
         devices: the number of devices that share the cohort. The default is as many as make the round faster.
         width: the number of clients that a device computes at once. The default is the fastest.
+        microbatch: the most examples whose gradient a client computes at once. A larger batch is divided, and its
+            gradient is the same up to rounding. The default is what fits into memory.
         precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU. States, sums and
             evaluation keep their precision.
         checkpoint: a folder for checkpoints, saved every `checkpoint_every` rounds and at the end: the server's state,
@@ -154,7 +157,7 @@ def simulate(
     if log is not None and not callable(log):
         raise refused("log", "a function of (round, values)", type(log).__name__, "Try log=print.")
     whole("checkpoint_every", checkpoint_every, 1)
-    where = {"store": store, "devices": devices, "width": width}
+    where = {"store": store, "devices": devices, "width": width, "microbatch": microbatch}
     if flag("debug", debug):
         _reject_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
     job = prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)

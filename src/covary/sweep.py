@@ -97,6 +97,7 @@ def sweep(
     log: Log | None = None,
     devices: int | None = None,
     width: int | None = None,
+    microbatch: int | None = None,
     precision: str | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
@@ -114,7 +115,7 @@ def sweep(
         grid: the values to try for each argument of the factory. Every combination is a point.
         seeds: every point is run once with each seed.
         rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every, devices,
-            width, precision: as in `simulate`.
+            width, microbatch, precision: as in `simulate`.
         target: as in `simulate`, for each member.
         race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
             that are still running are marked "outpaced".
@@ -167,6 +168,7 @@ def sweep(
         store="device",
         devices=devices,
         width=width,
+        microbatch=microbatch,
         members=len(points),
     )
     whole("checkpoint_every", checkpoint_every, 1)

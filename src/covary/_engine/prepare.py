@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary._engine.devices import AXIS, lay_out, on_devices
-from covary._engine.evaluate import Evaluation
+from covary._engine.evaluate import evaluation_of
 from covary._engine.local import LocalProgram
+from covary._engine.memory import fitted
 from covary._engine.place import choose_place
 from covary._engine.plan import Layout, Plan, plan_rounds
 from covary._engine.program import NEVER, Accounts, Control, Program, Roster, State, TargetAt, World
@@ -60,6 +61,7 @@ def prepare(
     resumable: bool = False,
     devices: int | None = None,
     width: int | None = None,
+    microbatch: int | None = None,
     members: int = 1,
 ) -> Job:
     """Check a request against its problem, and lay out what the engine needs. Nothing of the run is compiled yet."""
@@ -89,7 +91,8 @@ def prepare(
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed, resumable)
     local = LocalProgram(plan.local, problem.loss, unravel, _supported(training.precision))
     place = choose_place(plan, local, algorithm, starts[0], problem.data, devices, width, members)
-    evaluation = Evaluation(in_program, problem.loss, problem.metrics, unravel, not problem.mixes_examples)
+    local = fitted(local, problem, place.width * members, microbatch)
+    evaluation = evaluation_of(problem, in_program, unravel, members)
     program = Program(
         recipe=algorithm.recipe or algorithm,
         plan=plan,

@@ -15,8 +15,9 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from covary._engine.devices import Place, on_devices
-from covary._engine.evaluate import Evaluation, measure
+from covary._engine.evaluate import evaluation_of, measure
 from covary._engine.local import LocalProgram, folded, work_of_client
+from covary._engine.memory import fitted
 from covary._engine.plan import Layout, LocalPlan, batches_of, plan_local_work
 from covary.algorithm import Algorithm, rebuild
 from covary.client import Guard
@@ -101,7 +102,7 @@ class JaxNode:
         self, work: Work, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         plan, layout = self._plan(work.training)
-        program = LocalProgram(plan, self.problem.loss, self.unravel)
+        program = fitted(LocalProgram(plan, self.problem.loss, self.unravel), self.problem)
         run = _compiled_work(program, work.algorithm.recipe or work.algorithm, layout, work.which, privacy)
         noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # a secret of this node
         seed = np.asarray(jax.random.key_data(jax.random.key(work.draw.seed)))
@@ -113,7 +114,7 @@ class JaxNode:
     def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
         problem = self.problem
         names = ("loss", *problem.metric_names)
-        evaluation = Evaluation(names, problem.loss, problem.metrics, self.unravel, not problem.mixes_examples)
+        evaluation = evaluation_of(problem, names, self.unravel)
         examples, tested_on = on_devices(problem, self.place)
         values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on)
         tested = self.size if problem.test is None else len(jax.tree.leaves(problem.test)[0])

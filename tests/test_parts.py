@@ -1,0 +1,122 @@
+"""What fits into memory: gradients, losses and metrics in parts, and the estimate of how large a part may be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import small_logistic
+
+import covary as cv
+from covary._engine import memory
+from covary._engine.evaluate import evaluation_of
+from covary._engine.local import in_parts
+from covary.errors import InvalidInput
+
+SIZES = [12, 8, 9, 15, 7]
+ALGORITHMS = [cv.scaffold(0.1, option="I"), cv.scaffold(0.1), cv.mime(0.1), cv.dane(0.1)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("batch_size", [None, 0.3, 5])
+def test_microbatches_give_the_numbers_of_whole_batches(algorithm, batch_size):
+    runs = [
+        cv.simulate(algorithm, small_logistic(SIZES), 3, local_steps=3, batch_size=batch_size, microbatch=microbatch)
+        for microbatch in (None, 2)
+    ]
+    np.testing.assert_allclose(runs[1].x, runs[0].x, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 12, 13])
+def test_a_mean_from_parts_is_the_mean(n):
+    values, weights = np.random.default_rng(0).normal(size=(2, n))
+
+    def of(rows, weights):
+        return {"mean": rows.mean() if weights is None else weights @ rows}
+
+    for at_once in range(1, n + 2):
+        assert in_parts(of, values, None, at_once)["mean"] == pytest.approx(values.mean(), rel=1e-12)
+        assert in_parts(of, values, weights, at_once)["mean"] == pytest.approx(weights @ values, rel=1e-12)
+
+
+class Wide:
+    """A network whose hidden layer takes 40 kB an example in float64, and metrics of every kind."""
+
+    def init(self, key):
+        return {"w": 0.1 * jax.random.normal(key, (3, 5_000)), "v": jnp.zeros(5_000)}
+
+    def output(self, params, x):
+        return jnp.tanh(x @ params["w"]) @ params["v"]
+
+    def loss(self, params, batch):
+        return jnp.mean((self.output(params, batch[0]) - batch[1]) ** 2)
+
+    def metrics(self, params, batch):
+        output, y = self.output(params, batch[0]), batch[1]
+        of_positive = jnp.sum((output > 0) & (y > 0)) / jnp.sum(y > 0)
+        return {
+            "absolute_error": jnp.mean(jnp.abs(output - y)),
+            "rmse": jnp.sqrt(self.loss(params, batch)),
+            "median": jnp.median(output),
+            "recall": of_positive,
+            "largest": jnp.max(output),
+            "one": jnp.ones(()),
+        }
+
+
+def wide(n=400):
+    rng = np.random.default_rng(0)
+    clients = [(rng.normal(i, 1, (n // 4, 3)), rng.normal(size=n // 4)) for i in range(4)]
+    return cv.supervised(Wide(), cv.FederatedData.from_clients(clients))
+
+
+def test_only_means_are_measured_in_parts_and_every_metric_is_right(monkeypatch):
+    assert wide().mean_metrics(64) == {"absolute_error"}
+    histories = []
+    for available in (2**40, 2**23):
+        monkeypatch.setattr(memory, "device_memory", lambda available=available: available)
+        problem = wide()
+        histories.append(cv.simulate(cv.scaffold(1e-5, option="I"), problem, 2, local_steps=2).history)
+    assert evaluation_of(problem, ("loss", *problem.metric_names), lambda x: x).at_once < 100
+    for name in ("loss", *problem.metric_names):
+        np.testing.assert_allclose(histories[1][name], histories[0][name], rtol=1e-9, err_msg=name)
+
+
+def test_with_little_memory_a_run_needs_little(monkeypatch):
+    """XLA's own count of what a compiled gradient over all data needs beside its arguments and results."""
+    problem, needed = wide(), {}
+    params = problem.init(jax.random.key(0))
+    for available in (2**40, 2**25):
+        monkeypatch.setattr(memory, "device_memory", lambda available=available: available)
+        at_once = memory.rows_that_fit(jax.grad(problem.loss), *problem.shapes)
+
+        def gradient(params, batch, at_once=at_once):
+            return in_parts(lambda rows, _: jax.grad(problem.loss)(params, rows), batch, None, at_once)
+
+        compiled = jax.jit(gradient).lower(params, problem.data.examples).compile()
+        needed[available] = compiled.memory_analysis().temp_size_in_bytes
+    assert needed[2**25] < 2**25 < 2**24 + needed[2**40]
+
+
+def test_more_clients_at_once_leave_less_room_for_each():
+    problem = wide()
+    one, ten = (memory.rows_that_fit(problem.loss, *problem.shapes, copies) for copies in (1, 10))
+    assert one // 32 <= ten <= one // 8
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    class Centred:
+        def init(self, key):
+            return jnp.ones(3)
+
+        def loss(self, w, batch):
+            z = batch[0] @ w
+            return jnp.mean(((z - z.mean()) - batch[1]) ** 2)
+
+    rng = np.random.default_rng(0)
+    data = cv.FederatedData.from_clients([(rng.normal(size=(6, 3)), rng.normal(size=6)) for _ in range(2)])
+    problem = cv.supervised(Centred(), data)
+    with pytest.raises(InvalidInput, match="microbatch must be None; got 2"):
+        cv.simulate(cv.fedavg(0.1), problem, 1, microbatch=2)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(InvalidInput, match="microbatch must be"):
+            cv.simulate(cv.fedavg(0.1), small_logistic(SIZES), 1, microbatch=wrong)
