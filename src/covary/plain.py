@@ -216,9 +216,9 @@ def measured(
         if "loss" in evaluation.names:
             losses = [problem.loss(params, problem.data.client(i)) for i in range(problem.n_clients)]
             row[f"{prefix}loss"] = np.asarray(job.p @ np.asarray(losses), x.dtype)
-        if evaluation.metrics is not None:
+        if problem.metrics is not None:
             tested_on = problem.data.examples if problem.test is None else problem.test
-            for name, value in evaluation.metrics(params, tested_on).items():
+            for name, value in problem.metrics(params, tested_on).items():
                 row[f"{prefix}{name}"] = np.asarray(value, x.dtype)
     if job.algorithm.invariant is not None:
         c, c_i = job.algorithm.invariant

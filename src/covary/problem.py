@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -25,25 +25,69 @@ ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A model's loss, `(params, batch, key) -> scalar`. Without a key nothing in it is random."""
+class Split:
+    """Which of a model's parameters are trained. Both parts are dicts by path."""
+
+    tree: Any  # of all params
+    paths: tuple[str, ...]
+    trained: tuple[bool, ...]
+
+    def part(self, params: Any, trained: bool) -> dict[str, Any]:
+        """The trained parameters, or the others."""
+        leaves = zip(self.paths, self.trained, jax.tree.leaves(params), strict=True)
+        return {path: leaf for path, is_trained, leaf in leaves if is_trained == trained}
+
+    def join(self, trained: dict[str, Any], frozen: dict[str, Any]) -> Any:
+        """All parameters, in the model's own form."""
+        return jax.tree.unflatten(self.tree, [(trained if path in trained else frozen)[path] for path in self.paths])
+
+
+class Held:
+    """Arrays that a function of the model's needs besides its arguments; hashable, by identity."""
+
+    def __init__(self, arrays: Any):
+        self.arrays = arrays
+
+
+@dataclass(frozen=True)
+class ModelFunction:
+    """A model's loss or metrics, `(params, batch, key) -> ...`. Without a key nothing in it is random.
+
+    With frozen parameters, `params` are the trained ones, and the function must hold the others when it is called.
+    A compiled program is named after the function that holds none, and gets them as an argument.
+    """
 
     function: Callable[..., Any]
-    draws: bool  # whether it takes a key
+    draws: bool = False  # whether it takes a key
+    split: Split | None = None
+    frozen: Held | None = None
 
     def __call__(self, params: Any, batch: Any, key: Any = None) -> Any:
+        if self.split is not None:
+            assert self.frozen is not None
+            params = self.split.join(params, self.frozen.arrays)
         return self.function(params, batch, key=key) if self.draws else self.function(params, batch)
+
+    def holding(self, frozen: Any) -> ModelFunction:
+        """The same with frozen parameters, or without them for None."""
+        return self if self.split is None else replace(self, frozen=None if frozen is None else Held(frozen))
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The problem to minimise: f(x) = sum_i p_i f_i(x), with f_i the mean loss over client i's examples."""
 
-    init: Callable[[Any], Any]  # (key) -> params
-    loss: Loss
-    metrics: Callable[[Any, Any], dict[str, Any]] | None  # (params, batch) -> dict of scalars
+    init: Callable[[Any], Any]  # (key) -> params, those that are trained
+    loss: ModelFunction
+    metrics: ModelFunction | None  # returns a dict of scalars
     data: FederatedData
     test: Any = None
+    split: Split | None = None  # where some parameters are frozen
+    frozen: dict[str, Any] | None = None  # these, by path
+
+    def complete(self, trained: Any) -> Any:
+        """The model's params, with the frozen ones among them."""
+        return trained if self.split is None else self.split.join(trained, self.frozen or {})
 
     @property
     def n_clients(self) -> int:
@@ -73,13 +117,13 @@ class Problem:
             return frozenset()
         rows = np.random.default_rng(0).choice(n, (16, group), replace=False)
         groups = jax.tree.map(lambda a: np.asarray(a[rows]), tested_on)  # (16, group, ...)
-        together, apart = _compiled_metrics(self.metrics)
+        together, apart = _compiled_metrics(self.metrics.holding(None))
         means = set(self.metric_names)
         varied = set()
         for seed in range(2):
             params = self._near_start(seed, 0.1)
-            whole = together(params, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups))
-            each = apart(params, groups)
+            whole = together(self.frozen, params, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups))
+            each = apart(self.frozen, params, groups)
             for name, value in whole.items():
                 parts = np.asarray(each[name], float)
                 near = 1e-4 * np.abs(parts).max()
@@ -91,7 +135,7 @@ class Problem:
     def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
         """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
         few = jax.tree.map(lambda a: np.asarray(a[:3]), self.data.examples)
-        once, twice, each = _compiled_losses(self.loss)(self._near_start(0, 0.01), few)
+        once, twice, each = _compiled_losses(self.loss.holding(None))(self.frozen, self._near_start(0, 0.01), few)
         return float(once), float(twice), np.asarray(each)
 
     def _near_start(self, seed: int, noise: float) -> Any:
@@ -106,8 +150,13 @@ class Problem:
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
-        text = "".join(jax.jit(f).lower(*self.shapes).as_text() for f in (self.loss, self.metrics) if f is not None)
-        return text + (jax.jit(self.loss).lower(*self.shapes, jax.random.key(0)).as_text() if self.loss.draws else "")
+
+        def text(function: ModelFunction, *key: Any) -> str:
+            call = jax.jit(lambda frozen, *args: function.holding(frozen)(*args))
+            return call.lower(self.frozen, *self.shapes, *key).as_text()
+
+        texts = [text(function) for function in (self.loss, self.metrics) if function is not None]
+        return "".join(texts) + (text(self.loss, jax.random.key(0)) if self.loss.draws else "")
 
     @property
     def _near(self) -> float:
@@ -157,6 +206,8 @@ class Problem:
             raise refused("init(key)", "finite", "NaN or infinity in it", "Check the scale of the initial parameters.")
         if x0 is None:
             return x, unravel
+        if self.split is not None and jax.tree.structure(x0) == self.split.tree:
+            x0 = self._trained_part(self.split, x0)
         if jax.tree.structure(x0) == jax.tree.structure(params):
             shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x0)]
             if shapes == [np.shape(leaf) for leaf in jax.tree.leaves(params)]:
@@ -175,8 +226,22 @@ class Problem:
             raise refused("x0", "finite", "NaN or infinity in it", "Start from finite parameters.")
         return flat, unravel
 
+    def _trained_part(self, split: Split, params: Any) -> Any:
+        """The trained ones of all parameters, whose others must be the frozen ones."""
+        for path, leaf in split.part(params, trained=False).items():
+            if not np.array_equal(leaf, (self.frozen or {})[path], equal_nan=True):
+                fix = "Build the model with them: what is frozen comes from init."
+                raise refused(f"x0[{path!r}]", "the model's own, as it is frozen", "other numbers", fix)
+        return split.part(params, trained=True)
 
-def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
+
+def supervised(
+    model: Any,
+    data: FederatedData,
+    test: Any = None,
+    *,
+    trainable: Callable[[str], bool] | Any = None,
+) -> Problem:
     """The problem of training a model on federated data.
 
     Args:
@@ -187,6 +252,9 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         data: the clients' examples.
         test: a batch for the metrics. Without it they are measured on the training data, or not at all if that is
             streamed.
+        trainable: which parameters are trained: a function of a parameter's path, such as "layers/0/weight", or
+            booleans nested like the params. By default all are. The others are those of `init` with seed 0, whatever
+            the seed of a run. They stay as they are, and are not part of x, c, the c_i or what is sent.
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()
@@ -210,9 +278,11 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         if test is not None:
             check(test)
 
-    params = _shape_of_params(model.init)
-    batch = _rows(data.examples, 2)
-    own = Loss(_as_it_is_now(model.loss), _takes(model.loss, "key"))
+    init, split, frozen = _as_it_is_now(model.init), None, None
+    if trainable is not None:
+        init, split, frozen = _trained_only(init, trainable)
+    params, batch = _shape_of_params(init), _rows(data.examples, 2)
+    own = ModelFunction(_as_it_is_now(model.loss), _takes(model.loss, "key"), split).holding(frozen)
     loss = _trace("loss", own, params, batch)
     if own.draws:
         _trace("loss", own, params, batch, jax.random.key(0))
@@ -225,6 +295,7 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
     if metrics is not None and not callable(metrics):
         raise refused("model.metrics", "a method", type(metrics).__name__, "Leave it out, or return a dict of numbers.")
     if metrics is not None:
+        metrics = ModelFunction(_as_it_is_now(metrics), split=split).holding(frozen)
         values = _trace("metrics", metrics, params, batch)
         ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
         if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
@@ -235,7 +306,7 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
-    return Problem(_as_it_is_now(model.init), own, _as_it_is_now(metrics), data, test)
+    return Problem(init, own, metrics, data, test, split, frozen)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -272,7 +343,7 @@ def quadratics(A: Any, b: Any) -> Problem:
             "Use (A + A.swapaxes(1, 2)) / 2, which gives the same f_i.",
         )
     d = b.shape[1]
-    return Problem(_zeros(d), Loss(_quadratic_loss, draws=False), None, FederatedData((A, b), np.ones(len(b), int)))
+    return Problem(_zeros(d), ModelFunction(_quadratic_loss), None, FederatedData((A, b), np.ones(len(b), int)))
 
 
 def lower_bound(G: float, mu: float = 1.0) -> Problem:
@@ -301,11 +372,12 @@ def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_losses(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
-    """`(params, batch) -> loss of the batch, of the batch repeated, of each example`."""
+def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
+    """`(frozen, params, batch) -> loss of the batch, of the batch repeated, of each example`."""
 
     @jax.jit
-    def losses(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def losses(frozen: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        loss = bare.holding(frozen)
         twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
         each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
         return loss(params, batch), loss(params, twice), each
@@ -314,13 +386,54 @@ def _compiled_losses(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_metrics(metrics: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`(params, batch) -> metrics` of a batch, and `(params, groups) -> metrics` of each of several."""
+def _compiled_metrics(bare: ModelFunction) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`(frozen, params, batch) -> metrics`, and the same for each of several batches."""
 
-    def of_each(params: Any, groups: Any) -> Any:
-        return jax.lax.map(lambda batch: metrics(params, batch), groups)
+    def of_one(frozen: Any, params: Any, batch: Any) -> Any:
+        return bare.holding(frozen)(params, batch)
 
-    return jax.jit(metrics), jax.jit(of_each)
+    def of_each(frozen: Any, params: Any, groups: Any) -> Any:
+        return jax.lax.map(functools.partial(of_one, frozen, params), groups)
+
+    return jax.jit(of_one), jax.jit(of_each)
+
+
+@dataclass(frozen=True)
+class _TrainedOnly:
+    """The trained part of what a model's `init` returns."""
+
+    init: Callable[[Any], Any]
+    split: Split
+
+    def __call__(self, key: Any) -> dict[str, Any]:
+        return self.split.part(self.init(key), trained=True)
+
+
+def _trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOnly, Split, dict[str, Any]]:
+    """The `init` of the trained parameters, which these are, and the others' values."""
+    shapes = _trace("init", init, jax.random.key(0))
+    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    allowed = "a function of a path that returns a bool, or bools nested like the params"
+    some = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    if callable(trainable):
+        chosen = [trainable(path) for path in paths]
+    else:
+        try:
+            spread = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, shapes)
+        except (TypeError, ValueError, KeyError) as error:
+            raise refused("trainable", allowed, f"{type(trainable).__name__} ({error})", f"Paths: {some}.") from None
+        chosen = jax.tree.leaves(spread)
+    if not all(isinstance(flag, bool | np.bool_) for flag in chosen):
+        raise refused("trainable", allowed, repr(chosen[0]), f"Paths: {some}.")
+    if not any(chosen):
+        raise refused("trainable", "true for at least one parameter", "none selected", f"Paths: {some}.")
+    split = Split(jax.tree.structure(shapes), tuple(paths), tuple(map(bool, chosen)))
+    params = _compiled_init(init)(jax.random.fold_in(jax.random.key(0), 0))
+    return _TrainedOnly(init, split), split, jax.tree.map(np.asarray, split.part(params, trained=False))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -410,7 +523,7 @@ def _trace(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         named = {"key": args[0]} if len(args) == 1 else dict(zip(("params", "batch", "key"), args, strict=False))
         error.add_note(f"covary called the model's {name} with {_described(**named)}")
-        if isinstance(function, Loss) and function.draws and len(args) == 2:
+        if isinstance(function, ModelFunction) and function.draws and len(args) == 2:
             error.add_note("The key is None where the loss is measured: switch dropout and other noise off there.")
         elif name == "loss" and re.search(r"\b(rngs?|prng|key)\b", str(error), re.IGNORECASE):
             error.add_note("A loss that draws random numbers takes a key: loss(params, batch, *, key).")

@@ -179,15 +179,15 @@ def _reject_engine_options(problem: Problem, **given: Any) -> None:
 def _debugged(job: Job, log: Log | None) -> Run:
     """The run by the plain server."""
     ended = plain.run(job, log)
-    unravel, done = job.program.local.unravel, len(ended.history.get("round", ()))
+    done = len(ended.history.get("round", ()))
     return Run(
         algorithm=job.algorithm,
-        params=jax.tree.map(np.asarray, unravel(ended.server[0])),
+        params=_params(job, ended.server[0]),
         x=ended.server[0],
         server=ended.server,
         clients=ended.clients,
         history=ended.history,
-        average=jax.tree.map(np.asarray, unravel(ended.average)) if job.program.average else None,
+        average=_params(job, ended.average) if job.program.average else None,
         reached=done if ended.reached else None,
         diverged=done + 1 if ended.diverged else None,
     )
@@ -226,18 +226,23 @@ def _result(simulation: Simulation) -> Run:
         error = simulation.control_error()
         if np.isnan(columns["control_error"][-1]):
             columns["control_error"][-1] = error
-    unravel, done = job.program.local.unravel, int(state.control.round)
+    done = int(state.control.round)
     return Run(
         algorithm=job.algorithm,
-        params=jax.tree.map(np.asarray, unravel(state.server[0])),
+        params=_params(job, state.server[0]),
         x=state.server[0],
         server=state.server,
         clients=clients,
         history=columns,
-        average=jax.tree.map(np.asarray, unravel(state.accounts.average)) if job.program.average else None,
+        average=_params(job, state.accounts.average) if job.program.average else None,
         reached=done if state.control.reached else None,
         diverged=done + 1 if state.control.diverged else None,
     )
+
+
+def _params(job: Job, x: np.ndarray) -> Any:
+    """The model's params, in the user's own form."""
+    return job.problem.complete(jax.tree.map(np.asarray, job.program.local.unravel(x)))
 
 
 def _warn_of_divergence(run: Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from covary._engine.devices import AXIS, Place
 from covary._engine.local import in_parts, loss_at
 from covary._engine.memory import rows_that_fit
-from covary.problem import Problem
+from covary.problem import ModelFunction, Problem
 
 MOST_AT_ONCE = 16_384  # examples, however small they are
 
@@ -22,12 +22,17 @@ class Evaluation:
     """What to measure on a model."""
 
     names: tuple[str, ...]  # "loss" and the metrics, or the metrics alone
-    loss: Callable[[Any, Any], Any]
-    metrics: Callable[[Any, Any], dict[str, Any]] | None
+    loss: ModelFunction  # without its frozen parameters, until it is called
+    metrics: ModelFunction | None
     unravel: Callable[[Any], Any]
     at_once: int  # most examples that are measured in one go, where parts give the same
     divisible: bool  # the loss over all data is the mean of the losses of its parts
     means: frozenset[str]  # the metrics of which the same is true
+
+    def holding(self, frozen: Any) -> Evaluation:
+        """The same with frozen parameters."""
+        metrics = None if self.metrics is None else self.metrics.holding(frozen)
+        return replace(self, loss=self.loss.holding(frozen), metrics=metrics)
 
 
 def evaluation_of(
@@ -39,15 +44,16 @@ def evaluation_of(
     tested_on = problem.data.examples if problem.test is None else problem.test
     many = any(name != "loss" for name in names) and len(jax.tree.leaves(tested_on)[0]) > at_once
     means = problem.mean_metrics(at_once) if many else frozenset()
-    return Evaluation(names, problem.loss, problem.metrics, unravel, at_once, not problem.mixes_examples, means)
+    with_frozen = Evaluation(names, problem.loss, problem.metrics, unravel, at_once, not problem.mixes_examples, means)
+    return with_frozen.holding(None)
 
 
 def measure(
-    evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any
+    evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any, frozen: Any
 ) -> dict[str, Any]:
     """f on `examples`, and the metrics on `tested_on`."""
     values = {}
-    params = evaluation.unravel(x)
+    evaluation, params = evaluation.holding(frozen), evaluation.unravel(x)
     if "loss" in evaluation.names:
         values["loss"] = training_loss(evaluation, place, params, examples, example_weights)
     if evaluation.metrics is not None and tested_on is not None:

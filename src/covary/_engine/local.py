@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from covary._engine.plan import Layout, LocalPlan, batch_bounds
 from covary._engine.vectors import Form
 from covary.algorithm import Exchange
 from covary.client import Guard, client_work, dry_work
-from covary.problem import Loss
+from covary.problem import ModelFunction
 
 NOISE = np.uint32(2**31)  # for what a loss draws; the numbers of epochs, for their orders, are smaller
 
@@ -26,10 +26,14 @@ class LocalProgram:
     """All that a client's compiled work depends on besides the exchange and the shapes of its arguments."""
 
     plan: LocalPlan
-    loss: Loss
+    loss: ModelFunction  # without its frozen parameters, until it is called
     unravel: Callable[[Any], Any]
     precision: str | None = None  # of the matrix products, where it is not the model's own
     at_once: int | None = None  # most examples whose gradient is computed in one go; None: any number
+
+    def holding(self, frozen: Any) -> LocalProgram:
+        """The same with frozen parameters."""
+        return replace(self, loss=self.loss.holding(frozen))
 
 
 def work_of_client(
@@ -187,7 +191,7 @@ def in_parts(of: Callable[[Any, Any], Any], batch: Any, weights: Any, at_once: i
     return jax.tree.map(jnp.add, total, part(n - rest, rest)) if rest else total
 
 
-def loss_at(loss: Loss, params: Any, batch: Any, weights: Any, keys: Any = None) -> Any:
+def loss_at(loss: ModelFunction, params: Any, batch: Any, weights: Any, keys: Any = None) -> Any:
     """The loss of a batch, or the weighted sum of its examples' losses; each example draws with its own key."""
     if weights is None and keys is None:
         return loss(params, batch)

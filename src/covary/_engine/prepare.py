@@ -89,8 +89,8 @@ def prepare(
 
     # What is compiled, and where it runs
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed, resumable)
-    local = LocalProgram(plan.local, problem.loss, unravel, _supported(training.precision))
-    place = choose_place(plan, local, algorithm, starts[0], problem.data, devices, width, members)
+    local = LocalProgram(plan.local, problem.loss.holding(None), unravel, _supported(training.precision))
+    place = choose_place(plan, local, algorithm, starts[0], problem, devices, width, members)
     local = fitted(local, problem, place.width * members, microbatch)
     evaluation = evaluation_of(problem, in_program, unravel, members)
     program = Program(
@@ -115,8 +115,8 @@ def prepare(
     rest: Any = (example_weights, roster, ends, np.asarray(training.decay))
     if program.resident:
         rest = lay_out(place, rest)
-    examples, tested_on = on_devices(problem, place)
-    world = World(examples, tested_on if problem.metrics is not None else None, *rest)
+    examples, tested_on, frozen = on_devices(problem, place)
+    world = World(examples, tested_on if problem.metrics is not None else None, frozen, *rest)
     return Job(algorithm, problem, training, plan, layout, p, program, world, starts, visits, where, passes, target)
 
 

@@ -269,7 +269,7 @@ def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
     """f and the metrics at x, and at the average where one is kept."""
 
     def at(x: Any) -> dict[str, Any]:
-        given = (world.examples, world.example_weights, world.tested_on)
+        given = (world.examples, world.example_weights, world.tested_on, world.frozen)
         return measure(program.evaluation, program.place, x, *given)
 
     values = at(state.server[0])

@@ -68,10 +68,11 @@ class Streamed(Simulation):
         data = self.job.problem.data
         if not isinstance(data, StreamedData) or not self.job.passes or not self._due(r):
             return {}
+        program, frozen = self.job.program, self.job.world.frozen
         points = {"loss": state.server[0]}
         if self.job.program.average:
             points["average_loss"] = state.accounts.average
-        return {name: streamed_loss(self.job.program.local, data, self.job.p, x) for name, x in points.items()}
+        return {name: streamed_loss(program.local, data, self.job.p, x, frozen) for name, x in points.items()}
 
     def _end(self, **how: np.ndarray) -> None:
         self.state = self.state._replace(control=self.state.control._replace(**how))

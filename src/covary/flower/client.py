@@ -102,12 +102,14 @@ class JaxNode:
         self, work: Work, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         plan, layout = self._plan(work.training)
-        program = fitted(LocalProgram(plan, self.problem.loss, self.unravel), self.problem)
+        program = fitted(LocalProgram(plan, self.problem.loss.holding(None), self.unravel), self.problem)
         run = _compiled_work(program, work.algorithm.recipe or work.algorithm, layout, work.which, privacy)
         noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # a secret of this node
         seed = np.asarray(jax.random.key_data(jax.random.key(work.draw.seed)))
-        examples, _ = on_devices(self.problem, self.place)
-        done = run(dict(work.algorithm.numbers), down, client, (seed, *work.draw[1:]), noise, examples)
+        sent = on_devices(self.problem, self.place)
+        done = run(
+            dict(work.algorithm.numbers), down, client, (seed, *work.draw[1:]), noise, sent.examples, sent.frozen
+        )
         up, client, drift = jax.tree.map(np.asarray, done)
         return up, client, buffers, float(drift)
 
@@ -115,8 +117,8 @@ class JaxNode:
         problem = self.problem
         names = ("loss", *problem.metric_names)
         evaluation = evaluation_of(problem, names, self.unravel)
-        examples, tested_on = on_devices(problem, self.place)
-        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on)
+        examples, tested_on, frozen = on_devices(problem, self.place)
+        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on, frozen)
         tested = self.size if problem.test is None else len(jax.tree.leaves(problem.test)[0])
         return {name: float(value) for name, value in values.items()}, tested
 
@@ -128,9 +130,9 @@ _compiled_measure = jax.jit(measure, static_argnums=(0, 1))
 def _compiled_work(
     program: LocalProgram, recipe: Any, layout: Layout, which: Which, privacy: Privacy
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """`(numbers, down, client, draw, noise, examples) -> up, client, drift`: a node's part of an exchange, compiled."""
+    """`(numbers, down, client, draw, noise, examples, frozen) -> up, client, drift`: a node's work, compiled."""
 
-    def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any) -> Any:
+    def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any, frozen: Any) -> Any:
         exchange = which.of(rebuild(recipe, numbers))
         seed, r, number, i = draw
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
@@ -139,7 +141,7 @@ def _compiled_work(
             return jax.tree.map(lambda leaf: leaf.at[positions].get(mode="promise_in_bounds"), examples)
 
         client_key = folded(jax.random.wrap_key_data(seed), r, number, i)
-        return work_of_client(program, exchange, down, client, fetch, layout, client_key, guard=guard)
+        return work_of_client(program.holding(frozen), exchange, down, client, fetch, layout, client_key, guard=guard)
 
     return jax.jit(work)
 
