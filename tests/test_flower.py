@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,6 +112,34 @@ def test_unequal_clients_weights_and_a_warm_start_too(options, tmp_path):
     run = simulated(ALGORITHMS["scaffold"], data, **options)
     np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
     np.testing.assert_allclose(deployed.server.c, run.server.c, rtol=0, atol=1e-12)
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_dropout_and_an_adapter_on_a_frozen_model_too(tmp_path):
+    class Noisy:
+        def init(self, key):
+            return {"frozen": {"w": jnp.ones((3, D))}, "adapter": jnp.zeros((3, D))}
+
+        def loss(self, params, batch, *, key):
+            x, y = batch
+            if key is not None:
+                x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+            return MODEL.loss({"w": params["frozen"]["w"] + params["adapter"], "b": jnp.zeros(3)}, (x, y))
+
+    def problem(clients):
+        return cv.supervised(Noisy(), cv.FederatedData.from_clients(clients), trainable=lambda path: path == "adapter")
+
+    data, algorithm = parts(sizes=(12, 9, 17, 5)), ALGORITHMS["scaffold-I"]
+    apps = {
+        i: (client_app(problem([part]), state=tmp_path / f"state{i}", limits=OPEN), {"partition-id": i})
+        for i, part in enumerate(data)
+    }
+    deployed = deploy(tmp_path, LoopbackGrid(apps), algorithm, model=problem(data[:1]), clients_per_round=2)
+    run = cv.simulate(algorithm, problem(data), 4, clients_per_round=2, **ROUND)
+    np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(deployed.history["loss"], run.history["loss"], rtol=1e-10)
+    trained = load_model(problem(data[:1]), tmp_path / "server")
+    np.testing.assert_array_equal(problem(data).complete(trained)["adapter"].ravel(), deployed.x)
     assert audited(tmp_path).gap < 1e-12
 
 
