@@ -76,7 +76,7 @@ def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: A
 
     def some(first: Any, count: int) -> Any:
         rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (examples, weights))
-        value = in_parts(of, *rows, evaluation.at_once)
+        value = in_parts(of, rows[0], rows[1], evaluation.at_once)
         return value if weights is not None else value * (count / n)
 
     whole = jax.lax.psum(some(jax.lax.axis_index(AXIS) * share, share), AXIS)
