@@ -53,24 +53,43 @@ class Held:
 class ModelFunction:
     """A model's loss or metrics, `(params, batch, key) -> ...`. Without a key nothing in it is random.
 
-    With frozen parameters, `params` are the trained ones, and the function must hold the others when it is called.
-    A compiled program is named after the function that holds none, and gets them as an argument.
+    With frozen parameters, `params` are the trained ones, and the function must hold the others when it is called, as
+    it must hold a model's buffers. A compiled program is named after the function that holds neither, and gets them as
+    arguments.
     """
 
     function: Callable[..., Any]
     draws: bool = False  # whether it takes a key
     split: Split | None = None
+    to_buffers: Callable[[Any], Any] | None = None  # from a vector, if it takes buffers
     frozen: Held | None = None
+    buffers: Held | None = None
 
     def __call__(self, params: Any, batch: Any, key: Any = None) -> Any:
+        result = self._called(params, batch, key, None if self.buffers is None else self.buffers.arrays)
+        return result[0] if isinstance(result, tuple) else result
+
+    def stepping(self, params: Any, batch: Any, key: Any, buffers: Any) -> tuple[Any, Any]:
+        """The loss and the new buffers, as a vector."""
+        value, new = self._called(params, batch, key, buffers)
+        return value, ravel_pytree(new)[0].astype(buffers.dtype)
+
+    def _called(self, params: Any, batch: Any, key: Any, buffers: Any) -> Any:
+        more: dict[str, Any] = {"key": key} if self.draws else {}
         if self.split is not None:
             assert self.frozen is not None
             params = self.split.join(params, self.frozen.arrays)
-        return self.function(params, batch, key=key) if self.draws else self.function(params, batch)
+        if self.to_buffers is not None:
+            more["buffers"] = self.to_buffers(buffers)
+        return self.function(params, batch, **more)
 
-    def holding(self, frozen: Any) -> ModelFunction:
-        """The same with frozen parameters, or without them for None."""
-        return self if self.split is None else replace(self, frozen=None if frozen is None else Held(frozen))
+    def holding(self, frozen: Any = None, buffers: Any = None) -> ModelFunction:
+        """The same with what it needs of frozen parameters and of buffers (a vector), or with neither."""
+        return replace(
+            self,
+            frozen=None if self.split is None or frozen is None else Held(frozen),
+            buffers=None if self.to_buffers is None or buffers is None else Held(buffers),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +103,21 @@ class Problem:
     test: Any = None
     split: Split | None = None  # where some parameters are frozen
     frozen: dict[str, Any] | None = None  # these, by path
+    buffers: np.ndarray | None = None  # at the start, as a vector
+
+    @property
+    def held(self) -> tuple[Any, Any]:
+        """What its functions hold: frozen parameters, and buffers at the start."""
+        return self.frozen, self.buffers
 
     def complete(self, trained: Any) -> Any:
         """The model's params, with the frozen ones among them."""
         return trained if self.split is None else self.split.join(trained, self.frozen or {})
+
+    def buffers_of(self, vector: Any) -> Any:
+        """The model's buffers in its own form."""
+        to_buffers = self.loss.to_buffers
+        return None if to_buffers is None else jax.tree.map(np.asarray, to_buffers(vector))
 
     @property
     def n_clients(self) -> int:
@@ -117,13 +147,13 @@ class Problem:
             return frozenset()
         rows = np.random.default_rng(0).choice(n, (16, group), replace=False)
         groups = jax.tree.map(lambda a: np.asarray(a[rows]), tested_on)  # (16, group, ...)
-        together, apart = _compiled_metrics(self.metrics.holding(None))
+        together, apart = _compiled_metrics(self.metrics.holding())
         means = set(self.metric_names)
         varied = set()
         for seed in range(2):
             params = self._near_start(seed, 0.1)
-            whole = together(self.frozen, params, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups))
-            each = apart(self.frozen, params, groups)
+            whole = together(self.held, params, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups))
+            each = apart(self.held, params, groups)
             for name, value in whole.items():
                 parts = np.asarray(each[name], float)
                 near = 1e-4 * np.abs(parts).max()
@@ -135,7 +165,7 @@ class Problem:
     def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
         """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
         few = jax.tree.map(lambda a: np.asarray(a[:3]), self.data.examples)
-        once, twice, each = _compiled_losses(self.loss.holding(None))(self.frozen, self._near_start(0, 0.01), few)
+        once, twice, each = _compiled_losses(self.loss.holding())(self.held, self._near_start(0, 0.01), few)
         return float(once), float(twice), np.asarray(each)
 
     def _near_start(self, seed: int, noise: float) -> Any:
@@ -152,8 +182,8 @@ class Problem:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
 
         def text(function: ModelFunction, *key: Any) -> str:
-            call = jax.jit(lambda frozen, *args: function.holding(frozen)(*args))
-            return call.lower(self.frozen, *self.shapes, *key).as_text()
+            call = jax.jit(lambda held, *args: function.holding(*held)(*args))
+            return call.lower(self.held, *self.shapes, *key).as_text()
 
         texts = [text(function) for function in (self.loss, self.metrics) if function is not None]
         return "".join(texts) + (text(self.loss, jax.random.key(0)) if self.loss.draws else "")
@@ -167,7 +197,7 @@ class Problem:
     def mixes_examples(self) -> bool:
         """Whether the loss of a batch differs from the mean of its examples' losses, as with BatchNorm."""
         once, _, each = self._loss_of_few
-        return not abs(once - each.mean()) <= self._near
+        return self.buffers is not None or not abs(once - each.mean()) <= self._near
 
     def refuse_other_losses(self, one_by_one: bool) -> None:
         """Reject a loss that is not a mean over the batch and, if batches differ in size, one that mixes examples."""
@@ -184,7 +214,7 @@ class Problem:
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
                 "data have the same scale."
             )
-        if (one_by_one or self.loss.draws) and self.mixes_examples:
+        if (one_by_one or (self.loss.draws and self.buffers is None)) and self.mixes_examples:
             raise InvalidInput(
                 "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in "
                 "size, data is streamed, or the loss takes a key. On the first examples it is not. Make each "
@@ -249,6 +279,9 @@ def supervised(
             optionally, `metrics(params, batch) -> dict of scalars`. A loss with dropout or other noise is
             `loss(params, batch, *, key)`. In local steps it gets one example at a time, each with a key that is fixed
             by the seed, round, exchange, client, step and example. Where the loss is only measured, the key is None.
+            A model with buffers, such as BatchNorm's statistics, has `init_buffers(key)`, and its loss is
+            `loss(params, batch, *, buffers) -> (scalar, new buffers)`; `metrics` may take `buffers` too. The buffers
+            of the cohort are averaged in every round.
         data: the clients' examples.
         test: a batch for the metrics. Without it they are measured on the training data, or not at all if that is
             streamed.
@@ -282,10 +315,14 @@ def supervised(
     if trainable is not None:
         init, split, frozen = _trained_only(init, trainable)
     params, batch = _shape_of_params(init), _rows(data.examples, 2)
-    own = ModelFunction(_as_it_is_now(model.loss), _takes(model.loss, "key"), split).holding(frozen)
+    buffers, to_buffers = _buffers_of(model)
+    takes = functools.partial(_takes, model.loss)
+    own = ModelFunction(_as_it_is_now(model.loss), takes("key"), split, to_buffers).holding(frozen, buffers)
     loss = _trace("loss", own, params, batch)
     if own.draws:
         _trace("loss", own, params, batch, jax.random.key(0))
+    if to_buffers is not None:
+        _check_new_buffers(own, params, batch)
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         came = f"shape {loss.shape}, dtype {loss.dtype}" if hasattr(loss, "shape") else type(loss).__name__
         raise refused(
@@ -295,7 +332,8 @@ def supervised(
     if metrics is not None and not callable(metrics):
         raise refused("model.metrics", "a method", type(metrics).__name__, "Leave it out, or return a dict of numbers.")
     if metrics is not None:
-        metrics = ModelFunction(_as_it_is_now(metrics), split=split).holding(frozen)
+        reads = to_buffers if _takes(metrics, "buffers") else None
+        metrics = ModelFunction(_as_it_is_now(metrics), split=split, to_buffers=reads).holding(frozen, buffers)
         values = _trace("metrics", metrics, params, batch)
         ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
         if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
@@ -306,7 +344,7 @@ def supervised(
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
-    return Problem(init, own, metrics, data, test, split, frozen)
+    return Problem(init, own, metrics, data, test, split, frozen, buffers)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -373,11 +411,11 @@ def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
-    """`(frozen, params, batch) -> loss of the batch, of the batch repeated, of each example`."""
+    """`(held, params, batch) -> loss of the batch, of the batch repeated, of each example`."""
 
     @jax.jit
-    def losses(frozen: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
-        loss = bare.holding(frozen)
+    def losses(held: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        loss = bare.holding(*held)
         twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
         each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
         return loss(params, batch), loss(params, twice), each
@@ -387,13 +425,13 @@ def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any
 
 @functools.lru_cache(maxsize=64)
 def _compiled_metrics(bare: ModelFunction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`(frozen, params, batch) -> metrics`, and the same for each of several batches."""
+    """`(held, params, batch) -> metrics`, and the same for each of several batches."""
 
-    def of_one(frozen: Any, params: Any, batch: Any) -> Any:
-        return bare.holding(frozen)(params, batch)
+    def of_one(held: Any, params: Any, batch: Any) -> Any:
+        return bare.holding(*held)(params, batch)
 
-    def of_each(frozen: Any, params: Any, groups: Any) -> Any:
-        return jax.lax.map(functools.partial(of_one, frozen, params), groups)
+    def of_each(held: Any, params: Any, groups: Any) -> Any:
+        return jax.lax.map(functools.partial(of_one, held, params), groups)
 
     return jax.jit(of_one), jax.jit(of_each)
 
@@ -434,6 +472,46 @@ def _trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedO
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _buffers_of(model: Any) -> tuple[np.ndarray | None, Callable[[Any], Any] | None]:
+    """A model's buffers at the start, as a vector, and the function back to its own form."""
+    has, takes = hasattr(model, "init_buffers"), _takes(model.loss, "buffers")
+    if has != takes:
+        came = "init_buffers alone" if has else "loss(params, batch, *, buffers) alone"
+        fix = "init_buffers(key) returns the buffers at the start; the loss returns (value, new buffers)."
+        raise refused("model", "one with both init_buffers and a loss that takes buffers, or neither", came, fix)
+    if not has:
+        return None, None
+    buffers = jax.tree.map(np.asarray, _compiled_init(_as_it_is_now(model.init_buffers))(jax.random.key(0)))
+    leaves = jax.tree_util.tree_leaves_with_path(buffers)
+    if not leaves:
+        raise refused("init_buffers(key)", "a tree with at least one array", repr(buffers), "Leave it out instead.")
+    for path, leaf in leaves:
+        name = f"buffers{jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise refused(name, "real numbers", f"dtype {leaf.dtype}", "Keep counters out of the buffers.")
+        if not np.isfinite(leaf).all():
+            raise refused(name, "finite", "NaN or infinity in it", "Check how it is initialised.")
+    vector, to_buffers = ravel_pytree(buffers)
+    return np.asarray(vector), to_buffers
+
+
+def _check_new_buffers(loss: ModelFunction, params: Any, batch: Any) -> None:
+    """Reject a loss that does not return buffers of the form that it gets."""
+    assert loss.buffers is not None
+    assert loss.to_buffers is not None
+    result = jax.eval_shape(lambda p, b, v: loss._called(p, b, None, v), params, batch, loss.buffers.arrays)
+    old, fix = loss.to_buffers(loss.buffers.arrays), "Return the new value of every buffer, in the form it came in."
+    allowed = "(value, buffers), with the buffers in the form of init_buffers"
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise refused("loss(params, batch, *, buffers)", allowed, type(result).__name__, fix)
+    if jax.tree.structure(result[1]) != jax.tree.structure(old):
+        raise refused("loss(params, batch, *, buffers)", allowed, f"{jax.tree.structure(result[1])}", fix)
+    for (path, new), was in zip(jax.tree_util.tree_leaves_with_path(result[1]), jax.tree.leaves(old), strict=True):
+        if np.shape(new) != np.shape(was) or not jnp.issubdtype(new.dtype, jnp.floating):
+            name, came = f"buffers{jax.tree_util.keystr(path)}", f"{new.dtype} {new.shape}"
+            raise refused(f"{name} of the loss", f"real numbers of shape {np.shape(was)}", came, fix)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from covary import plain
+from covary._engine.buffers import buffers_of, without_buffers
 from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
 from covary._engine.history import Log
 from covary._engine.prepare import Job, prepare
@@ -40,6 +41,7 @@ class Run:
     average: Any = None  # the paper's weighted output, in the form of params, if it was requested
     reached: int | None = None  # the round that met the target
     diverged: int | None = None  # the round that was no longer finite; the state is that of the round before
+    buffers: Any = None  # the model's own, averaged over the last cohort
 
     @property
     def rounds(self) -> int:
@@ -161,7 +163,9 @@ def simulate(
     if flag("debug", debug):
         _reject_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
     job = prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)
-    run = _debugged(job, log) if debug else _result(_simulated(job, log, store, checkpoint, checkpoint_every))
+    run = (
+        _debugged(job, log) if debug else _result(algorithm, _simulated(job, log, store, checkpoint, checkpoint_every))
+    )
     _warn_of_divergence(run)
     return run
 
@@ -170,6 +174,8 @@ def _reject_engine_options(problem: Problem, **given: Any) -> None:
     """Reject options that the plain server does not support."""
     if isinstance(problem, Problem) and problem.data.streamed:
         raise InvalidInput("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
+    if isinstance(problem, Problem) and problem.buffers is not None:
+        raise InvalidInput("debug=True does not carry a model's buffers. Debug the same model with its buffers fixed.")
     for name, value in given.items():
         if value is not None:
             fix = "debug=True runs plain Python on one core, in memory and without checkpoints."
@@ -219,7 +225,7 @@ def _simulated(
     return simulation
 
 
-def _result(simulation: Simulation) -> Run:
+def _result(algorithm: Algorithm, simulation: Simulation) -> Run:
     state, job, columns = simulation.state_on_host(), simulation.job, simulation.history.columns()
     clients = simulation.clients()
     if job.algorithm.invariant is not None and simulation.history.rounds:
@@ -228,15 +234,16 @@ def _result(simulation: Simulation) -> Run:
             columns["control_error"][-1] = error
     done = int(state.control.round)
     return Run(
-        algorithm=job.algorithm,
+        algorithm=algorithm,
         params=_params(job, state.server[0]),
         x=state.server[0],
-        server=state.server,
+        server=without_buffers(state.server),
         clients=clients,
         history=columns,
         average=_params(job, state.accounts.average) if job.program.average else None,
         reached=done if state.control.reached else None,
         diverged=done + 1 if state.control.diverged else None,
+        buffers=job.problem.buffers_of(buffers_of(state.server)),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
 from covary._engine.history import Log
 from covary._engine.members import Members, grouped
-from covary._engine.prepare import prepare
+from covary._engine.prepare import prepare, with_model
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
 from covary.errors import InvalidInput, refused
@@ -174,6 +174,7 @@ def sweep(
     whole("checkpoint_every", checkpoint_every, 1)
 
     # All members, with checkpoints where a folder is given
+    algorithms = [with_model(each, problem) for each in algorithms]
     members = Members(job, algorithms, seeds, race, grouped(len(points), len(seeds), job, algorithm, at_once), log)
     if checkpoint is None:
         while not members.ended:

@@ -297,6 +297,8 @@ def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str
     about["data"] = _hash_of_arrays(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
     if problem.frozen is not None:
         about["frozen"] = _hash_of_arrays(problem.frozen)
+    if problem.buffers is not None:
+        about["buffers"] = _hash_of_arrays(problem.buffers)
     about["test"] = None if problem.test is None else _hash_of_arrays(problem.test)
     return about
 

@@ -29,10 +29,10 @@ class Evaluation:
     divisible: bool  # the loss over all data is the mean of the losses of its parts
     means: frozenset[str]  # the metrics of which the same is true
 
-    def holding(self, frozen: Any) -> Evaluation:
-        """The same with frozen parameters."""
-        metrics = None if self.metrics is None else self.metrics.holding(frozen)
-        return replace(self, loss=self.loss.holding(frozen), metrics=metrics)
+    def holding(self, frozen: Any = None, buffers: Any = None) -> Evaluation:
+        """The same with frozen parameters and buffers, or with neither."""
+        metrics = None if self.metrics is None else self.metrics.holding(frozen, buffers)
+        return replace(self, loss=self.loss.holding(frozen, buffers), metrics=metrics)
 
 
 def evaluation_of(
@@ -44,16 +44,16 @@ def evaluation_of(
     tested_on = problem.data.examples if problem.test is None else problem.test
     many = any(name != "loss" for name in names) and len(jax.tree.leaves(tested_on)[0]) > at_once
     means = problem.mean_metrics(at_once) if many else frozenset()
-    with_frozen = Evaluation(names, problem.loss, problem.metrics, unravel, at_once, not problem.mixes_examples, means)
-    return with_frozen.holding(None)
+    complete = Evaluation(names, problem.loss, problem.metrics, unravel, at_once, not problem.mixes_examples, means)
+    return complete.holding()
 
 
 def measure(
-    evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any, frozen: Any
+    evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any, held: Any
 ) -> dict[str, Any]:
     """f on `examples`, and the metrics on `tested_on`."""
     values = {}
-    evaluation, params = evaluation.holding(frozen), evaluation.unravel(x)
+    evaluation, params = evaluation.holding(*held), evaluation.unravel(x)
     if "loss" in evaluation.names:
         values["loss"] = training_loss(evaluation, place, params, examples, example_weights)
     if evaluation.metrics is not None and tested_on is not None:
@@ -67,9 +67,9 @@ def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: A
     def of(rows: Any, weights: Any) -> Any:
         return loss_at(evaluation.loss, params, rows, weights)
 
-    if not evaluation.divisible:
-        return of(examples, weights)
     n, devices = len(jax.tree.leaves(examples)[0]), len(place.devices)
+    if not evaluation.divisible and n <= evaluation.at_once:
+        return of(examples, weights)
     share = n // devices
     if devices == 1 or share == 0:
         return in_parts(of, examples, weights, evaluation.at_once)

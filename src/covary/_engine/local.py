@@ -31,6 +31,12 @@ class LocalProgram:
     precision: str | None = None  # of the matrix products, where it is not the model's own
     at_once: int | None = None  # most examples whose gradient is computed in one go; None: any number
 
+    def products(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of matrix products inside."""
+        if self.precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision("BF16_BF16_F32")
+
     def holding(self, frozen: Any) -> LocalProgram:
         """The same with frozen parameters."""
         return replace(self, loss=self.loss.holding(frozen))
@@ -139,6 +145,8 @@ def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any, key: An
 
     The key is for a loss that draws random numbers.
     """
+    if program.loss.to_buffers is not None:
+        return GradientWithBuffers(program, form, batch, key)
     weights = None if inside is None else inside / inside.sum()
     numbers = jnp.arange(len(jax.tree.leaves(batch)[0]))
 
@@ -148,13 +156,32 @@ def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any, key: An
             keys = keys_of_examples(key, numbers) if program.loss.draws else None
             return jax.grad(lambda y: loss_at(program.loss, form.params(y), rows, weights, keys))(y)
 
-        products = contextlib.nullcontext()
-        if program.precision is not None:
-            products = jax.default_matmul_precision("BF16_BF16_F32")
-        with products:
+        with program.products():
             return in_parts(of, (batch, numbers), weights, program.at_once)
 
     return slope
+
+
+class GradientWithBuffers:
+    """The same for a model with buffers, which every call with a step's gradient changes: `at(buffers)(y)`, and then
+    `buffers`. A batch is never divided, as its examples depend on each other."""
+
+    def __init__(self, program: LocalProgram, form: Form, batch: Any, key: Any, buffers: Any = None):
+        self.program, self.form, self.batch, self.key, self.buffers = program, form, batch, key, buffers
+
+    def at(self, buffers: Any) -> GradientWithBuffers:
+        return GradientWithBuffers(self.program, self.form, self.batch, self.key, buffers)
+
+    def __call__(self, y: Any) -> Any:
+        old = self.form.join(self.buffers)  # as a vector of the model's length would be in blocks
+
+        def of(y: Any) -> Any:
+            return self.program.loss.stepping(self.form.params(y), self.batch, self.key, old)
+
+        with self.program.products():
+            slope, new = jax.grad(of, has_aux=True)(y)
+        self.buffers = self.form.split(new)
+        return slope
 
 
 def keys_of_examples(key: Any, numbers: Any) -> Any:

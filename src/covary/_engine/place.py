@@ -81,7 +81,7 @@ class Cost:
 def step_cost(local: LocalProgram, x: np.ndarray, problem: Problem) -> Cost:
     """Floating-point operations of one local step."""
     forms = []
-    for tree, rows in ((problem.data.examples, 1), (problem.frozen, 0)):
+    for tree, rows in ((problem.data.examples, 1), (problem.held, 0)):
         leaves, form = jax.tree.flatten(tree)
         kinds = tuple((tuple(leaf.shape[rows:]), jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves)
         forms.append((form, kinds))
@@ -89,16 +89,16 @@ def step_cost(local: LocalProgram, x: np.ndarray, problem: Problem) -> Cost:
 
 
 @functools.lru_cache(maxsize=256)
-def _step_cost(loss: Any, unravel: Any, rows: int, shape: Any, dtype: Any, examples: Any, frozen: Any) -> Cost:
+def _step_cost(loss: Any, unravel: Any, rows: int, shape: Any, dtype: Any, examples: Any, held: Any) -> Cost:
     def shapes(form: Any, *rows: int) -> Any:
         tree, leaves = form
         return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct((*rows, *rest), kind) for rest, kind in leaves])
 
-    def slope(y: Any, batch: Any, frozen: Any) -> Any:
-        return jax.grad(lambda y: loss.holding(frozen)(unravel(y), batch))(y)
+    def slope(y: Any, batch: Any, held: Any) -> Any:
+        return jax.grad(lambda y: loss.holding(*held)(unravel(y), batch))(y)
 
     with _counting():
-        lowered = jax.jit(slope).lower(jax.ShapeDtypeStruct(shape, dtype), shapes(examples, rows), shapes(frozen))
+        lowered = jax.jit(slope).lower(jax.ShapeDtypeStruct(shape, dtype), shapes(examples, rows), shapes(held))
     analysis = lowered.cost_analysis() or {}
     return Cost(float(analysis.get("flops", 0.0)), lowered.as_text())
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from covary._engine.buffers import carrying
 from covary._engine.devices import AXIS, lay_out, on_devices
 from covary._engine.evaluate import evaluation_of
 from covary._engine.local import LocalProgram
@@ -66,6 +67,7 @@ def prepare(
 ) -> Job:
     """Check a request against its problem, and lay out what the engine needs. Nothing of the run is compiled yet."""
     reject_others(algorithm, problem)
+    algorithm = with_model(algorithm, problem)
     plan, layout, p = plan_rounds(training, algorithm, problem.data.sizes)
     visits = _warm_start_cohorts(algorithm, plan, training.rounds) if training.warm_start else []
 
@@ -89,7 +91,7 @@ def prepare(
 
     # What is compiled, and where it runs
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed, resumable)
-    local = LocalProgram(plan.local, problem.loss.holding(None), unravel, _supported(training.precision))
+    local = LocalProgram(plan.local, problem.loss.holding(), unravel, _supported(training.precision))
     place = choose_place(plan, local, algorithm, starts[0], problem, devices, width, members)
     local = fitted(local, problem, place.width * members, microbatch)
     evaluation = evaluation_of(problem, in_program, unravel, members)
@@ -128,6 +130,11 @@ def reject_others(algorithm: Any, problem: Any) -> None:
         )
     if not isinstance(problem, Problem):
         raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
+
+
+def with_model(algorithm: Algorithm, problem: Problem) -> Algorithm:
+    """The algorithm for a model: with its buffers, if it has any."""
+    return algorithm if problem.buffers is None else carrying(algorithm, problem.buffers)
 
 
 def _reject_numbers_beyond(algorithm: Algorithm, dtype: np.dtype[Any]) -> None:

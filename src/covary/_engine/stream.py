@@ -147,18 +147,18 @@ def _overlay(new: Any, old: Any, at: Any) -> Any:
     return where(at >= 0, old[at], new)
 
 
-def streamed_loss(local: LocalProgram, data: StreamedData, p: np.ndarray, x: Any, frozen: Any) -> float:
+def streamed_loss(local: LocalProgram, data: StreamedData, p: np.ndarray, x: Any, held: Any) -> float:
     """f at x by one pass over data that is not in memory."""
     weights = p / data.sizes
     total = 0.0
     for batch, clients in data.passes():
-        total += float(_part_of_loss(local)(x, batch, weights[clients].astype(x.dtype), frozen))
+        total += float(_part_of_loss(local)(x, batch, weights[clients].astype(x.dtype), held))
     return total
 
 
 @functools.lru_cache(maxsize=16)
 def _part_of_loss(local: LocalProgram) -> Callable[[Any, Any, Any, Any], Any]:
-    def part(x: Any, batch: Any, weights: Any, frozen: Any) -> Any:
-        return loss_at(local.loss.holding(frozen), local.unravel(x), batch, weights)
+    def part(x: Any, batch: Any, weights: Any, held: Any) -> Any:
+        return loss_at(local.loss.holding(*held), local.unravel(x), batch, weights)
 
     return jax.jit(part)

@@ -80,6 +80,9 @@ class JaxNode:
         if problem.n_clients != 1:
             fix = "A node has its own data only: FederatedData.from_clients([(x, y)])."
             raise refused("problem", "of one client", f"{problem.n_clients} clients", fix)
+        if problem.buffers is not None:
+            fix = "Deploy such a model with PyTorch, or use LayerNorm or GroupNorm, which have no buffers."
+            raise refused("problem", "of a model without buffers on a JAX node", "one with init_buffers", fix)
         self.problem = problem
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
@@ -102,7 +105,7 @@ class JaxNode:
         self, work: Work, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         plan, layout = self._plan(work.training)
-        program = fitted(LocalProgram(plan, self.problem.loss.holding(None), self.unravel), self.problem)
+        program = fitted(LocalProgram(plan, self.problem.loss.holding(), self.unravel), self.problem)
         run = _compiled_work(program, work.algorithm.recipe or work.algorithm, layout, work.which, privacy)
         noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # a secret of this node
         seed = np.asarray(jax.random.key_data(jax.random.key(work.draw.seed)))
@@ -118,7 +121,7 @@ class JaxNode:
         names = ("loss", *problem.metric_names)
         evaluation = evaluation_of(problem, names, self.unravel)
         examples, tested_on, frozen = on_devices(problem, self.place)
-        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on, frozen)
+        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on, (frozen, None))
         tested = self.size if problem.test is None else len(jax.tree.leaves(problem.test)[0])
         return {name: float(value) for name, value in values.items()}, tested
 
