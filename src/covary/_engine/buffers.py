@@ -2,7 +2,8 @@
 
 Algorithms know nothing of buffers, and control variates never correct them. `carrying` builds an algorithm whose server
 state, messages and local states have the buffers beside the algorithm's own vectors, so that stores, checkpoints and
-sweeps treat them like any other vector.
+sweeps treat them like any other vector. Clients of such a model have the same number of examples, as its batches may
+not differ in size, so that the mean of the uploads is that of the cohort's buffers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class Local(NamedTuple):
 class Up(NamedTuple):
     own: Any
     buffers: Any
-    share: Any  # 1: its weighted sum turns the weighted sum of buffers into their mean
 
 
 def carrying(algorithm: Algorithm, start: np.ndarray) -> Algorithm:
@@ -108,11 +108,11 @@ def _exchange(exchange: Exchange) -> Exchange:
 
     def finish(local: Local, down: Down, client: Any, full_grad: Gradient, K: Any) -> tuple[Up, Any]:
         own, client = exchange.finish(local.own, down.own, client, _at(full_grad, down.buffers), K)
-        return Up(own, local.buffers, 1 + 0 * local.buffers[0]), client
+        return Up(own, local.buffers), client
 
     def aggregate(server: Any, mean: Up, fraction: Any) -> Any:
         own = exchange.aggregate(without_buffers(server), mean.own, fraction)
-        return type(server)(*own, mean.buffers / mean.share)
+        return type(server)(*own, mean.buffers)
 
     return Exchange(broadcast, start, finish, aggregate, step if exchange.step else None, exchange.together)
 
