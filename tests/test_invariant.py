@@ -1,13 +1,15 @@
 """c = mean(c_i), or its weighted form, at every round, whatever happens in it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from helpers import small_logistic
+from helpers import random_quadratics, small_logistic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import covary as cv
-from covary._engine.invariant import BrokenInvariant
+from covary._engine.invariant import BrokenInvariant, Watch
 
 pytestmark = pytest.mark.usefixtures("every_engine")
 
@@ -79,3 +81,18 @@ def test_vrl_sgds_corrections_cancel():
     state = run.clients
     corrections = state.delta_i + state.rate_i[:, None] * (run.x - state.y_i)
     assert np.abs(corrections.sum(axis=0)).max() < 1e-12
+
+
+def test_controls_whose_squares_overflow_are_checked_too(recwarn):
+    A, b = random_quadratics(N=3, d=2)
+    run = cv.simulate(cv.feddyn(0.1, alpha=1e308), cv.quadratics(A, b), rounds=1)
+    assert np.abs(run.server.h).max() > 1e200
+    assert not recwarn.list
+    state = SimpleNamespace(
+        server=run.server, control=SimpleNamespace(round=1), accounts=SimpleNamespace(scale=np.abs(run.server.h).max())
+    )
+    clients = SimpleNamespace(h_i=np.asarray(run.clients.h_i[np.arange(3)]))
+    watch = Watch(run.algorithm, np.full(3, 1 / 3))
+    assert watch.error(state, clients) < 1e-10 * np.abs(run.server.h).max()
+    with pytest.raises(BrokenInvariant):
+        watch.error(state, SimpleNamespace(h_i=2 * clients.h_i))

@@ -86,7 +86,9 @@ class Watch:
         started = time.perf_counter()
         server_field, client_field = self.algorithm.invariant
         c = np.asarray(getattr(state.server, server_field))
-        error = float(np.linalg.norm(c - mean_control(clients, client_field, self.p, seen)))
+        difference = c - mean_control(clients, client_field, self.p, seen)
+        scale = np.ldexp(0.5, np.frexp(np.abs(difference).max())[1])  # a power of two: no square overflows
+        error = float(scale * np.linalg.norm(difference / scale))
         eps, round = float(jnp.finfo(c.dtype).eps), int(state.control.round)
         rounding = (np.sqrt(eps) + eps * round) * np.sqrt(c.size) * float(state.accounts.scale)
         if not error <= rounding:
