@@ -10,7 +10,6 @@ import pytest
 import covary as cv
 from covary._engine.local import key_of_step, order_of_epoch
 from covary.errors import InvalidInput
-from covary.flower import client_app
 
 N, n = 5, 12
 
@@ -200,10 +199,3 @@ def test_where_buffers_are_not_carried_they_are_rejected_by_name():
         cv.simulate(cv.fedavg(0.1), problem(), 1, microbatch=2)
     with pytest.raises(InvalidInput, match="batches differ in size"):
         cv.simulate(cv.fedavg(0.1), problem(), 1, batch_size=5)
-    one = cv.FederatedData.from_clients([problem().data.client(0)])
-    app = client_app(cv.supervised(Network(), one))
-    assert app is not None
-    from covary.flower.client import JaxNode
-
-    with pytest.raises(InvalidInput, match="without buffers on a JAX node"):
-        JaxNode(cv.supervised(Network(), one))

@@ -22,6 +22,7 @@ def last(runs, name, metric):
 
 PROPERTIES = {
     "flax_nnx.py": lambda runs: last(runs, "scaffold", "accuracy") > 0.9,
+    "flax_batch_norm.py": lambda runs: last(runs, "scaffold", "accuracy") > 0.92,
     "equinox_model.py": lambda runs: last(runs, "scaffold", "accuracy") > 0.9,
     "lora.py": lambda runs: last(runs, "scaffold", "accuracy") > max(0.6, last(runs, "fedavg", "accuracy")),
     "plain_functions.py": lambda runs: last(runs, "scaffold", "rmse") < min(0.2, last(runs, "fedavg", "rmse")),

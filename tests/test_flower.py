@@ -143,6 +143,38 @@ def test_dropout_and_an_adapter_on_a_frozen_model_too(tmp_path):
     assert audited(tmp_path).gap < 1e-12
 
 
+def test_batch_norm_in_jax_too(tmp_path):
+    class Normed:
+        def init(self, key):
+            return {"w": 0.1 * jax.random.normal(key, (D, 3))}
+
+        def init_buffers(self, key):
+            return {"var": jnp.ones(D), "mean": [jnp.zeros(D)]}
+
+        def loss(self, params, batch, *, key, buffers):
+            x, y = batch
+            mean, var = x.mean(axis=0), x.var(axis=0)
+            h = (x - mean) / jnp.sqrt(var + 1e-5)
+            if key is not None:
+                h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), 2 * h, 0)
+            value = MODEL.loss({"w": params["w"].T, "b": jnp.zeros(3)}, (h, y))
+            return value, {"var": buffers["var"] + 0.1 * var, "mean": [0.9 * buffers["mean"][0] + 0.1 * mean]}
+
+        def metrics(self, params, batch, *, buffers):
+            return {"norm": jnp.sum(buffers["mean"][0] ** 2)}
+
+    data, algorithm, model = parts(), ALGORITHMS["scaffold"], Normed()
+    deployed = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, data, model)), algorithm, model=model)
+    run = simulated(algorithm, data, model=model)
+    np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(deployed.history["norm"], run.history["norm"], rtol=1e-10)
+    params, buffers = load_model(model, tmp_path / "server")
+    for own, other in zip(jax.tree.leaves((params, buffers)), jax.tree.leaves((run.params, run.buffers)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(deployed.buffers["mean"][0], buffers["mean"][0])
+    assert audited(tmp_path).gap < 1e-12
+
+
 def test_in_float32_to_its_own_precision(tmp_path):
     class Single:
         init = staticmethod(lambda key: {"w": jnp.zeros((3, D), jnp.float32)})

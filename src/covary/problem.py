@@ -450,7 +450,7 @@ class _TrainedOnly:
 def _trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOnly, Split, dict[str, Any]]:
     """The `init` of the trained parameters, which these are, and the others' values."""
     shapes = _trace("init", init, jax.random.key(0))
-    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    paths = list(by_path(shapes))
     allowed = "a function of a path that returns a bool, or bools nested like the params"
     some = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
     if callable(trainable):
@@ -470,8 +470,14 @@ def _trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedO
     return _TrainedOnly(init, split), split, jax.tree.map(np.asarray, split.part(params, trained=False))
 
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def by_path(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, in order, by their paths.
+
+    >>> by_path({"layers": [{"w": 1.0}, {"w": 2.0}]})
+    {'layers/0/w': 1.0, 'layers/1/w': 2.0}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def _buffers_of(model: Any) -> tuple[np.ndarray | None, Callable[[Any], Any] | None]:

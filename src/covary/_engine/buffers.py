@@ -47,7 +47,7 @@ def carrying(algorithm: Algorithm, start: np.ndarray) -> Algorithm:
 
     def init_server(x: Any) -> Any:
         own = algorithm.init_server(x)
-        return _with_buffers(type(own))(*own, start.astype(x.dtype))
+        return _server_type(type(own))(*own, start.astype(x.dtype))
 
     build, options = algorithm.recipe or (algorithm, ())
     return replace(_carrying(algorithm), init_server=init_server, recipe=(_Build(build), options))
@@ -74,7 +74,7 @@ class _Build:
 
 
 @functools.cache
-def _with_buffers(own: type) -> Any:
+def _server_type(own: type) -> Any:
     """The type of a server's state with buffers."""
     kind: Any = namedtuple("Server", (*own._fields, "buffers"))  # type: ignore[attr-defined]
     kind.own = own
@@ -85,13 +85,13 @@ def _carrying(algorithm: Algorithm) -> Algorithm:
     equal, warm = algorithm.with_equal_steps, algorithm.warm_start
     return replace(
         algorithm,
-        exchanges=tuple(map(_exchange, algorithm.exchanges)),
-        with_equal_steps=None if equal is None else lambda K: tuple(map(_exchange, equal(K))),
-        warm_start=None if warm is None else _exchange(warm),
+        exchanges=tuple(map(with_buffers, algorithm.exchanges)),
+        with_equal_steps=None if equal is None else lambda K: tuple(map(with_buffers, equal(K))),
+        warm_start=None if warm is None else with_buffers(warm),
     )
 
 
-def _exchange(exchange: Exchange) -> Exchange:
+def with_buffers(exchange: Exchange) -> Exchange:
     """The exchange with buffers beside its messages."""
 
     def broadcast(server: Any) -> Down:

@@ -14,6 +14,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
+from covary._engine.buffers import Down, with_buffers
 from covary._engine.devices import Place, on_devices
 from covary._engine.evaluate import evaluation_of, measure
 from covary._engine.local import LocalProgram, folded, work_of_client
@@ -26,7 +27,7 @@ from covary.flower.fingerprint import form_of_params
 from covary.flower.limits import Limits, smallest_batch_of
 from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, checked_privacy
 from covary.flower.task import Which, Work
-from covary.problem import Problem
+from covary.problem import Problem, by_path
 from covary.training import LocalWork
 
 
@@ -80,15 +81,12 @@ class JaxNode:
         if problem.n_clients != 1:
             fix = "A node has its own data only: FederatedData.from_clients([(x, y)])."
             raise refused("problem", "of one client", f"{problem.n_clients} clients", fix)
-        if problem.buffers is not None:
-            fix = "Deploy such a model with PyTorch, or use LayerNorm or GroupNorm, which have no buffers."
-            raise refused("problem", "of a model without buffers on a JAX node", "one with init_buffers", fix)
         self.problem = problem
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
         self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)))
         self.place = Place((jax.devices()[0],), width=1)
-        self.buffers: dict[str, np.ndarray] = {}
+        self.buffers: dict[str, np.ndarray] = by_path(problem.buffers_of(problem.buffers))
 
     def steps(self, training: dict[str, Any]) -> int:
         return self._plan(training)[0].max_steps
@@ -109,19 +107,28 @@ class JaxNode:
         run = _compiled_work(program, work.algorithm.recipe or work.algorithm, layout, work.which, privacy)
         noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # a secret of this node
         seed = np.asarray(jax.random.key_data(jax.random.key(work.draw.seed)))
-        sent = on_devices(self.problem, self.place)
-        done = run(
-            dict(work.algorithm.numbers), down, client, (seed, *work.draw[1:]), noise, sent.examples, sent.frozen
-        )
+        examples, _, frozen = on_devices(self.problem, self.place)
+        if buffers:
+            down = Down(down, self._vector(buffers))
+        draw = (seed, *work.draw[1:])
+        done = run(dict(work.algorithm.numbers), down, client, draw, noise, examples, frozen)
         up, client, drift = jax.tree.map(np.asarray, done)
+        if buffers:
+            up, vector = up
+            buffers = by_path(self.problem.buffers_of(vector))
         return up, client, buffers, float(drift)
+
+    def _vector(self, buffers: dict[str, np.ndarray]) -> np.ndarray:
+        """Buffers in the order of the model's own, as a vector of the model's type."""
+        return np.concatenate([np.ravel(buffers[name]) for name in self.buffers]).astype(self.x.dtype)
 
     def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
         problem = self.problem
         names = ("loss", *problem.metric_names)
         evaluation = evaluation_of(problem, names, self.unravel)
         examples, tested_on, frozen = on_devices(problem, self.place)
-        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on, (frozen, None))
+        held = frozen, self._vector(buffers) if buffers else None
+        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on, held)
         tested = self.size if problem.test is None else len(jax.tree.leaves(problem.test)[0])
         return {name: float(value) for name, value in values.items()}, tested
 
@@ -137,6 +144,8 @@ def _compiled_work(
 
     def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any, frozen: Any) -> Any:
         exchange = which.of(rebuild(recipe, numbers))
+        if program.loss.to_buffers is not None:
+            exchange = with_buffers(exchange)
         seed, r, number, i = draw
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
 
