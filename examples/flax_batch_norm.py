@@ -2,8 +2,7 @@
 
 Run it: python examples/flax_batch_norm.py
 
-Buffers are averaged over the cohort in every round, and control variates never correct them. With BatchNorm all batches
-must have the same size, so all clients here have as many images.
+Buffers are averaged over the cohort, and control variates never correct them. All batches must have the same size.
 """
 
 import jax
