@@ -7,7 +7,7 @@ import pytest
 from helpers import small_logistic
 
 import covary as cv
-from covary._engine import memory
+from covary._engine import memory, resident
 from covary._engine.evaluate import evaluation_of
 from covary._engine.local import in_parts
 from covary.errors import InvalidInput
@@ -120,3 +120,38 @@ def test_a_batch_that_cannot_be_divided_is_refused():
     for wrong in (0, 1.5, "2"):
         with pytest.raises(InvalidInput, match="microbatch must be"):
             cv.simulate(cv.fedavg(0.1), small_logistic(SIZES), 1, microbatch=wrong)
+
+
+def test_a_run_out_of_memory_goes_on_with_fewer_examples_at_once(monkeypatch):
+    problem, tried = wide(), []
+    whole = cv.simulate(cv.scaffold(1e-5, option="I"), problem, 3, local_steps=2)
+
+    def compiled(program):
+        def rounds(*given):
+            tried.append((program.local.at_once, program.evaluation.at_once))
+            if tried[-1][0] is None or tried[-1][0] > 20:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            return rounds_of(program)(*given)
+
+        return rounds
+
+    rounds_of = resident.compiled
+    monkeypatch.setattr(resident, "compiled", compiled)
+    run = cv.simulate(cv.scaffold(1e-5, option="I"), problem, 3, local_steps=2)
+    assert tried[:4] == [(None, 16384), (50, 200), (25, 100), (12, 50)]
+    np.testing.assert_allclose(run.x, whole.x, rtol=1e-9, atol=1e-14)
+    for name in ("loss", *problem.metric_names):
+        np.testing.assert_allclose(run.history[name], whole.history[name], rtol=1e-9, err_msg=name)
+
+
+def test_a_step_that_does_not_fit_at_all_says_what_to_change(monkeypatch):
+    def compiled(program):
+        def rounds(*given):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+        return rounds
+
+    monkeypatch.setattr(resident, "compiled", compiled)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as error:
+        cv.simulate(cv.fedavg(0.1), small_logistic(SIZES), 1)
+    assert "microbatch=1" in "".join(error.value.__notes__)
