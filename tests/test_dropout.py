@@ -1,5 +1,8 @@
 """A loss with a key: the same draws in every mode, independent ones everywhere else."""
 
+import functools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,3 +100,19 @@ def test_a_loss_with_a_key_may_not_mix_examples():
 
     with pytest.raises(InvalidInput, match="takes a key"):
         cv.simulate(cv.fedavg(0.1), problem(Centred(), [6, 6]), 1)
+
+
+def test_a_key_with_another_meaning_is_not_taken():
+    class Column(Dropout):
+        def loss(self, w, batch, *, key=0):
+            return jnp.mean((batch[key] @ w - batch[1]) ** 2)
+
+    run = cv.simulate(cv.fedavg(0.01), problem(Column()), 2)
+    assert run.history["loss"][-1] < run.history["loss"][0]
+
+    def scaled(w, batch, *, key):
+        return jax.random.uniform(key) * Column().loss(w, batch)
+
+    model = SimpleNamespace(init=Dropout().init, loss=functools.partial(scaled, key=jax.random.key(0)))
+    slow = cv.simulate(cv.fedavg(0.01), problem(model), 2)
+    np.testing.assert_allclose(slow.x, cv.simulate(cv.fedavg(0.01), problem(model), 2, seed=1).x, rtol=1e-12)

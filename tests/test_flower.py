@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -141,6 +142,25 @@ def test_dropout_and_an_adapter_on_a_frozen_model_too(tmp_path):
     trained = load_model(problem(data[:1]), tmp_path / "server")
     np.testing.assert_array_equal(problem(data).complete(trained)["adapter"].ravel(), deployed.x)
     assert audited(tmp_path).gap < 1e-12
+
+
+def test_a_node_with_other_frozen_parameters_is_left_out(tmp_path, capsys):
+    def problem(scale, clients):
+        model = SimpleNamespace(
+            init=lambda key: {"base": scale * jnp.ones(D), "adapter": jnp.zeros(D)},
+            loss=lambda params, batch: jnp.mean((batch[0] @ (params["base"] + params["adapter"]) - batch[1]) ** 2),
+        )
+        data = cv.FederatedData.from_clients(clients)
+        return cv.supervised(model, data, trainable=lambda path: path == "adapter")
+
+    data = parts()
+    apps = {
+        i: (client_app(problem(1 + (i == 2), [part]), state=tmp_path / f"state{i}", limits=OPEN), {"partition-id": i})
+        for i, part in enumerate(data)
+    }
+    run = deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.01), model=problem(1, data[:1]), min_clients=3)
+    assert run.history["cohort"].max() < 3
+    assert "frozen parameters" in capsys.readouterr().out
 
 
 def test_batch_norm_in_jax_too(tmp_path):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,9 +151,9 @@ def test_a_start_has_the_frozen_values():
     ("trainable", "says"),
     [
         (lambda path: False, r"true for at least one parameter; got none selected. Paths: 'adapter/a', 'adapter/b'"),
-        (lambda path: None, "a function of a path that returns a bool"),
+        (lambda path: None, "returns a bool.*got None for 'adapter/a'"),
         ({"base": True}, "bools nested like the params"),
-        ({"base": 1, "adapter": 0, "head": 0}, "bools nested like the params"),
+        ({"base": True, "adapter": 0, "head": True}, "bools nested like the params; got 0 for 'adapter/a'"),
         (lambda path: path.startswith("base"), r"params\['base/1'\] must be real numbers"),
     ],
 )
@@ -168,3 +169,43 @@ def test_all_trainable_is_the_model_itself():
     split = cv.simulate(cv.scaffold(0.1), cv.supervised(model, data, trainable=lambda path: True), 2)
     np.testing.assert_array_equal(split.x, run.x)
     assert split.params.keys() == run.params.keys()
+
+
+def test_an_equinox_mask_selects_though_it_can_be_called():
+    network = eqx.nn.MLP(2, "scalar", 3, 1, key=jax.random.key(0))
+
+    class Model:
+        static = eqx.partition(network, eqx.is_inexact_array)[1]
+
+        def init(self, key):
+            return eqx.filter(network, eqx.is_inexact_array)
+
+        def loss(self, params, batch):
+            return jnp.mean((jax.vmap(eqx.combine(params, self.static))(batch[0]) - batch[1]) ** 2)
+
+    mask = eqx.tree_at(lambda net: net.layers[0].weight, jax.tree.map(lambda _: False, network), True)
+    data = cv.FederatedData.from_clients([(np.ones((4, 2)), np.ones(4))])
+    run = cv.simulate(cv.fedavg(0.1), cv.supervised(Model(), data, trainable=mask), 1)
+    assert run.x.shape == (6,)
+
+
+def test_paths_that_collide_are_rejected():
+    class Colliding:
+        def init(self, key):
+            return {"a": {"b": jnp.zeros(3)}, "a/b": jnp.ones(3)}
+
+        def loss(self, params, batch):
+            return jnp.mean(params["a"]["b"] * params["a/b"]) + 0 * batch.mean()
+
+    data = cv.FederatedData.from_clients([np.ones(3)])
+    with pytest.raises(InvalidInput, match="'a/b' twice"):
+        cv.supervised(Colliding(), data, trainable=lambda path: True)
+
+
+def test_random_keys_among_the_params_are_rejected():
+    class Keyed(Adapted):
+        def init(self, key):
+            return {**super().init(key), "rng": key}
+
+    with pytest.raises(InvalidInput, match=r"params\['rng'\] must be an array of numbers; got dtype key"):
+        problem(adapter, Keyed())

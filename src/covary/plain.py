@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from covary._engine.cohort import cohort_key, sample
+from covary._engine.evaluate import averaged
 from covary._engine.history import History, Log, traffic_by_kind
 from covary._engine.local import key_of_step, keys_of_examples, loss_at, order_of_epoch
 from covary._engine.plan import Layout, aggregation_weights, batch_bounds
@@ -218,7 +219,7 @@ def measured(
             row[f"{prefix}loss"] = np.asarray(job.p @ np.asarray(losses), x.dtype)
         if problem.metrics is not None:
             tested_on = problem.data.examples if problem.test is None else problem.test
-            for name, value in problem.metrics(params, tested_on).items():
+            for name, value in averaged(problem.metrics(params, tested_on)).items():
                 row[f"{prefix}{name}"] = np.asarray(value, x.dtype)
     if job.algorithm.invariant is not None:
         c, c_i = job.algorithm.invariant

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,7 +68,7 @@ class ModelFunction:
 
     def __call__(self, params: Any, batch: Any, key: Any = None) -> Any:
         result = self._called(params, batch, key, None if self.buffers is None else self.buffers.arrays)
-        return result[0] if isinstance(result, tuple) else result
+        return result[0] if self.to_buffers is not None and isinstance(result, tuple) else result
 
     def stepping(self, params: Any, batch: Any, key: Any, buffers: Any) -> tuple[Any, Any]:
         """The loss and the new buffers, as a vector."""
@@ -134,39 +135,22 @@ class Problem:
         """The shapes of the model's params and of a small batch."""
         return _shape_of_params(self.init), _rows(self.data.examples, 2)
 
-    def mean_metrics(self, at_once: int) -> frozenset[str]:
-        """The metrics that are means over examples, judged by sixteen groups of examples and two models.
-
-        A metric that is the same for every group tells nothing, and is not among them.
-        """
-        tested_on = self.data.examples if self.test is None else self.test
-        assert self.metrics is not None
-        n = len(jax.tree.leaves(tested_on)[0])
-        group = min(16, max(at_once // 16, 1), n // 16)
-        if group == 0:
+    @cached_property
+    def means(self) -> frozenset[str]:
+        """The metrics that return one number per example, of which the mean is meant."""
+        if self.metrics is None:
             return frozenset()
-        rows = np.random.default_rng(0).choice(n, (16, group), replace=False)
-        groups = jax.tree.map(lambda a: np.asarray(a[rows]), tested_on)  # (16, group, ...)
-        together, apart = _compiled_metrics(self.metrics.holding())
-        means = set(self.metric_names)
-        varied = set()
-        for seed in range(2):
-            params = self._near_start(seed, 0.1)
-            whole = together(self.held, params, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups))
-            each = apart(self.held, params, groups)
-            for name, value in whole.items():
-                parts = np.asarray(each[name], float)
-                near = 1e-4 * np.abs(parts).max()
-                means -= set() if abs(float(value) - parts.mean()) <= near else {name}
-                varied |= {name} if np.ptp(parts) > near else set()
-        return frozenset(means & varied)
+        values = jax.eval_shape(self.metrics, *self.shapes)
+        return frozenset(name for name, value in values.items() if value.shape)
 
     @cached_property
-    def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
-        """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
-        few = jax.tree.map(lambda a: np.asarray(a[:3]), self.data.examples)
-        once, twice, each = _compiled_losses(self.loss.holding())(self.held, self._near_start(0, 0.01), few)
-        return float(once), float(twice), np.asarray(each)
+    def _losses_of_few(self) -> list[tuple[float, float, np.ndarray]]:
+        """The loss of a few examples, of the same examples repeated, and of each alone: near the start, and farther."""
+        some = np.unique(np.linspace(0, self.data.n_examples - 1, 16).astype(int))
+        few = jax.tree.map(lambda a: np.asarray(a[some]), self.data.examples)
+        compiled = _compiled_losses(self.loss.holding())
+        found = [compiled(self.held, self._near_start(0, noise), few) for noise in (0.01, 0.1)]
+        return [(float(once), float(twice), np.asarray(each)) for once, twice, each in found]
 
     def _near_start(self, seed: int, noise: float) -> Any:
         """The model's initial params, moved by noise."""
@@ -176,7 +160,12 @@ class Problem:
     def _initial(self, seed: int) -> Any:
         """The model's initial params, in NumPy."""
         key = jax.random.fold_in(jax.random.key(seed), 0)
-        return jax.tree.map(np.asarray, _compiled_init(self.init)(key))
+        return jax.tree.map(np.asarray, self._compiled_init(key))
+
+    @cached_property
+    def _compiled_init(self) -> Callable[[Any], Any]:
+        shared = isinstance(self.init, FunctionType)  # a method is compiled for this problem, and freed with it
+        return _compiled_init(self.init) if shared else jax.jit(self.init)
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
@@ -188,27 +177,24 @@ class Problem:
         texts = [text(function) for function in (self.loss, self.metrics) if function is not None]
         return "".join(texts) + (text(self.loss, jax.random.key(0)) if self.loss.draws else "")
 
-    @property
-    def _near(self) -> float:
-        once, _, each = self._loss_of_few
-        return 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
-
-    @property
+    @cached_property
     def mixes_examples(self) -> bool:
         """Whether the loss of a batch differs from the mean of its examples' losses, as with BatchNorm."""
-        once, _, each = self._loss_of_few
-        return self.buffers is not None or not abs(once - each.mean()) <= self._near
+        if self.buffers is not None:
+            return True
+        first, *others = self._losses_of_few
+        seen = [first, *(losses for losses in others if np.isfinite(losses[0]))]
+        return not all(abs(once - each.mean()) <= _rounding(once, each) for once, _, each in seen)
 
     def refuse_other_losses(self, one_by_one: bool) -> None:
         """Reject a loss that is not a mean over the batch and, if batches differ in size, one that mixes examples."""
-        once, twice, _ = self._loss_of_few
-        near = self._near
+        once, twice, each = self._losses_of_few[0]
         if not np.isfinite([once, twice]).all():
             raise InvalidInput(
                 f"loss(params, batch) is {once} at the starting point. Check the scale of the data, init, and the loss "
                 "for divisions by zero and logarithms of zero."
             )
-        if abs(once - twice) > near:
+        if abs(once - twice) > _rounding(once, each):
             raise InvalidInput(
                 "loss(params, batch) must be the mean over the batch, but repeating the same examples changes it from "
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
@@ -276,7 +262,8 @@ def supervised(
 
     Args:
         model: any object with `init(key) -> params`, `loss(params, batch) -> scalar` (the mean over the batch) and,
-            optionally, `metrics(params, batch) -> dict of scalars`. A loss with dropout or other noise is
+            optionally, `metrics(params, batch) -> dict`. A metric is a scalar, measured on all test examples at once,
+            or an array with one number per example, whose mean is measured. A loss with dropout or other noise is
             `loss(params, batch, *, key)`. In local steps it gets one example at a time, each with a key that is fixed
             by the seed, round, exchange, client, step and example. Where the loss is only measured, the key is None.
             A model with buffers, such as BatchNorm's statistics, has `init_buffers(key)`, and its loss is
@@ -335,12 +322,8 @@ def supervised(
         reads = to_buffers if _takes(metrics, "buffers") else None
         metrics = ModelFunction(_as_it_is_now(metrics), split=split, to_buffers=reads).holding(frozen, buffers)
         values = _trace("metrics", metrics, params, batch)
-        ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
-        if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
-            came = _described(values=values) if jax.tree.leaves(values) else repr(values)
-            raise refused(
-                "metrics(params, batch)", "a dict of single numbers", came, "Return {'accuracy': ...}, for example."
-            )
+        _check_metrics(values, 2)
+        _check_metrics(_trace("metrics", metrics, params, _rows(data.examples, 3)), 3)
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
@@ -423,19 +406,6 @@ def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any
     return losses
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled_metrics(bare: ModelFunction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`(held, params, batch) -> metrics`, and the same for each of several batches."""
-
-    def of_one(held: Any, params: Any, batch: Any) -> Any:
-        return bare.holding(*held)(params, batch)
-
-    def of_each(held: Any, params: Any, groups: Any) -> Any:
-        return jax.lax.map(functools.partial(of_one, held, params), groups)
-
-    return jax.jit(of_one), jax.jit(of_each)
-
-
 @dataclass(frozen=True)
 class _TrainedOnly:
     """The trained part of what a model's `init` returns."""
@@ -453,7 +423,7 @@ def _trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedO
     paths = list(by_path(shapes))
     allowed = "a function of a path that returns a bool, or bools nested like the params"
     some = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-    if callable(trainable):
+    if callable(trainable) and jax.tree_util.treedef_is_leaf(jax.tree.structure(trainable)):
         chosen = [trainable(path) for path in paths]
     else:
         try:
@@ -461,13 +431,29 @@ def _trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedO
         except (TypeError, ValueError, KeyError) as error:
             raise refused("trainable", allowed, f"{type(trainable).__name__} ({error})", f"Paths: {some}.") from None
         chosen = jax.tree.leaves(spread)
-    if not all(isinstance(flag, bool | np.bool_) for flag in chosen):
-        raise refused("trainable", allowed, repr(chosen[0]), f"Paths: {some}.")
+    for path, flag in zip(paths, chosen, strict=True):
+        if not isinstance(flag, bool | np.bool_):
+            raise refused("trainable", allowed, f"{flag!r} for {path!r}", f"Paths: {some}.")
     if not any(chosen):
         raise refused("trainable", "true for at least one parameter", "none selected", f"Paths: {some}.")
     split = Split(jax.tree.structure(shapes), tuple(paths), tuple(map(bool, chosen)))
-    params = _compiled_init(init)(jax.random.fold_in(jax.random.key(0), 0))
-    return _TrainedOnly(init, split), split, jax.tree.map(np.asarray, split.part(params, trained=False))
+    frozen = split.part(init(jax.random.fold_in(jax.random.key(0), 0)), trained=False)
+    for path, leaf in frozen.items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            fix = "Keep random keys out of the params; a loss gets one as its argument."
+            raise refused(f"params[{path!r}]", "an array of numbers", f"dtype {leaf.dtype}", fix)
+    return _TrainedOnly(init, split), split, jax.tree.map(np.asarray, frozen)
+
+
+def _check_metrics(values: Any, rows: int) -> None:
+    """Reject what is not a dict of numbers, or of one number per row."""
+    leaves = jax.tree.leaves(values)
+    named = isinstance(values, dict) and all(isinstance(name, str) for name in values) and len(leaves) == len(values)
+    if named and all(np.shape(leaf) in ((), (rows,)) and leaf.dtype.kind != "c" for leaf in leaves):
+        return
+    came = _described(values=values) if leaves else repr(values)
+    allowed = "a dict of single numbers, or of arrays with one number per example"
+    raise refused("metrics(params, batch)", allowed, came, "Return {'accuracy': ...}, for example.")
 
 
 def by_path(tree: Any) -> dict[str, Any]:
@@ -477,7 +463,16 @@ def by_path(tree: Any) -> dict[str, Any]:
     {'layers/0/w': 1.0, 'layers/1/w': 2.0}
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    if len(set(names)) < len(names):
+        same = next(name for name, count in Counter(names).items() if count > 1)
+        raise refused("paths of arrays", "different", f"{same!r} twice", "Use names without slashes.")
+    return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
+
+
+def _rounding(once: float, each: np.ndarray) -> float:
+    """By how much losses may differ that are the same."""
+    return 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
 
 
 def _buffers_of(model: Any) -> tuple[np.ndarray | None, Callable[[Any], Any] | None]:
@@ -489,7 +484,7 @@ def _buffers_of(model: Any) -> tuple[np.ndarray | None, Callable[[Any], Any] | N
         raise refused("model", "one with both init_buffers and a loss that takes buffers, or neither", came, fix)
     if not has:
         return None, None
-    buffers = jax.tree.map(np.asarray, _compiled_init(_as_it_is_now(model.init_buffers))(jax.random.key(0)))
+    buffers = jax.tree.map(np.asarray, jax.jit(model.init_buffers)(jax.random.key(0)))
     leaves = jax.tree_util.tree_leaves_with_path(buffers)
     if not leaves:
         raise refused("init_buffers(key)", "a tree with at least one array", repr(buffers), "Leave it out instead.")
@@ -521,11 +516,14 @@ def _check_new_buffers(loss: ModelFunction, params: Any, batch: Any) -> None:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has an argument of that name."""
+    """Whether a function takes an argument of that name, without a default or with None."""
     try:
-        return name in inspect.signature(function).parameters
+        found = inspect.signature(function).parameters.get(name)
     except (TypeError, ValueError):  # built in, without a signature
         return False
+    if found is None or found.kind not in (found.KEYWORD_ONLY, found.POSITIONAL_OR_KEYWORD):
+        return False
+    return found.default is found.empty or found.default is None
 
 
 def _as_it_is_now(function: Any) -> Any:

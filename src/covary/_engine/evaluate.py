@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from covary._engine.devices import AXIS, Place
 from covary._engine.local import in_parts, loss_at
-from covary._engine.memory import rows_that_fit
+from covary._engine.memory import rows_that_fit, value_of
 from covary.problem import ModelFunction, Problem
 
 MOST_AT_ONCE = 16_384  # examples, however small they are
@@ -25,9 +25,10 @@ class Evaluation:
     loss: ModelFunction  # without its frozen parameters, until it is called
     metrics: ModelFunction | None
     unravel: Callable[[Any], Any]
-    at_once: int  # most examples that are measured in one go, where parts give the same
+    at_once: int  # most examples whose loss is measured in one go
+    tested_at_once: int  # the same for metrics
     divisible: bool  # the loss over all data is the mean of the losses of its parts
-    means: frozenset[str]  # the metrics of which the same is true
+    means: frozenset[str]  # the metrics that return one number per example
 
     def holding(self, frozen: Any = None, buffers: Any = None) -> Evaluation:
         """The same with frozen parameters and buffers, or with neither."""
@@ -39,13 +40,22 @@ def evaluation_of(
     problem: Problem, names: tuple[str, ...], unravel: Callable[[Any], Any], copies: int = 1
 ) -> Evaluation:
     """What is measured of a problem's model; `copies` models are measured side by side."""
-    measured = (problem.loss, problem.metrics) if problem.metrics is not None else (problem.loss,)
-    at_once = min(MOST_AT_ONCE, *(rows_that_fit(function, *problem.shapes, copies) for function in measured))
     tested_on = problem.data.examples if problem.test is None else problem.test
-    many = any(name != "loss" for name in names) and len(jax.tree.leaves(tested_on)[0]) > at_once
-    means = problem.mean_metrics(at_once) if many else frozenset()
-    complete = Evaluation(names, problem.loss, problem.metrics, unravel, at_once, not problem.mixes_examples, means)
-    return complete.holding()
+    n, n_tested = problem.data.n_examples, len(jax.tree.leaves(tested_on)[0])
+    at_once, tested_at_once = min(n, MOST_AT_ONCE), n_tested
+    at_once = rows_that_fit(value_of(problem.loss.holding()), problem, at_once, copies)
+    if problem.metrics is not None:
+        tested_at_once = rows_that_fit(value_of(problem.metrics.holding()), problem, n_tested, copies)
+    return Evaluation(
+        names,
+        problem.loss.holding(),
+        None if problem.metrics is None else problem.metrics.holding(),
+        unravel,
+        at_once,
+        tested_at_once,
+        not problem.mixes_examples,
+        problem.means,
+    )
 
 
 def measure(
@@ -73,29 +83,32 @@ def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: A
     share = n // devices
     if devices == 1 or share == 0:
         return in_parts(of, examples, weights, evaluation.at_once)
-
-    def some(first: Any, count: int) -> Any:
-        rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (examples, weights))
-        value = in_parts(of, rows[0], rows[1], evaluation.at_once)
-        return value if weights is not None else value * (count / n)
-
-    whole = jax.lax.psum(some(jax.lax.axis_index(AXIS) * share, share), AXIS)
+    first = jax.lax.axis_index(AXIS) * share
+    whole = jax.lax.psum(in_parts(of, examples, weights, evaluation.at_once, (first, share)), AXIS)
     rest = n - devices * share
-    return whole + some(n - rest, rest) if rest else whole
+    return whole + in_parts(of, examples, weights, evaluation.at_once, (n - rest, rest)) if rest else whole
 
 
 def tested(evaluation: Evaluation, params: Any, tested_on: Any) -> dict[str, Any]:
-    """The metrics: those that are means in parts that fit into memory, the others on all examples at once."""
+    """The metrics: means of one number per example in parts that fit into memory, others on all examples at once."""
     metrics, means = evaluation.metrics, evaluation.means
     assert metrics is not None
-    if len(jax.tree.leaves(tested_on)[0]) <= evaluation.at_once:
-        return metrics(params, tested_on)
+    n = len(jax.tree.leaves(tested_on)[0])
+    if n <= evaluation.tested_at_once or not means:
+        return averaged(metrics(params, tested_on))
 
-    def of(rows: Any, chosen: Callable[[str], bool]) -> dict[str, Any]:
-        return {name: jnp.asarray(value) for name, value in metrics(params, rows).items() if chosen(name)}
+    def sums(rows: Any, _: Any) -> dict[str, Any]:
+        values = metrics(params, rows)
+        return {name: jnp.sum(values[name], dtype=jnp.promote_types(values[name].dtype, jnp.float32)) for name in means}
 
-    in_part = in_parts(lambda rows, _: of(rows, means.__contains__), tested_on, None, evaluation.at_once)
-    return in_part | of(tested_on, lambda name: name not in means)
+    in_sum = in_parts(sums, tested_on, jnp.ones(n, bool), evaluation.tested_at_once)  # parts are added as they are
+    others = {name: value for name, value in metrics(params, tested_on).items() if name not in means}
+    return {name: total / n for name, total in in_sum.items()} | others
+
+
+def averaged(values: dict[str, Any]) -> dict[str, Any]:
+    """Metrics with the mean of those that have one number per example."""
+    return {name: jnp.mean(value) if jnp.ndim(value) else value for name, value in values.items()}
 
 
 def by_first_device(place: Place, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

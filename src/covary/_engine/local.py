@@ -189,20 +189,27 @@ def keys_of_examples(key: Any, numbers: Any) -> Any:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 
-def in_parts(of: Callable[[Any, Any], Any], batch: Any, weights: Any, at_once: int | None) -> Any:
+def in_parts(
+    of: Callable[[Any, Any], Any], batch: Any, weights: Any, at_once: int | None, span: tuple[Any, int] | None = None
+) -> Any:
     """`of(batch, weights)`, a mean over a batch's examples or their weighted sum, from so many examples at a time.
+
+    With a span (first, count), what these examples contribute to it.
 
     >>> def mean(batch, weights):
     ...     return jnp.mean(batch) if weights is None else weights @ batch
     >>> float(in_parts(mean, jnp.arange(10.0), None, at_once=4))
     4.5
+    >>> float(in_parts(mean, jnp.arange(10.0), None, at_once=4, span=(5, 5)))  # 35 / 10
+    3.5
     """
     n = len(jax.tree.leaves(batch)[0])
-    if at_once is None or n <= at_once:
+    begin, length = span or (0, n)
+    if span is None and (at_once is None or n <= at_once):
         return of(batch, weights)
-    least = -(-n // at_once)
-    parts = next((k for k in range(least, 2 * least) if n % k == 0), least)  # equal ones are one program
-    size = n // parts
+    least = -(-length // (at_once or n))
+    parts = next((k for k in range(least, 2 * least) if length % k == 0), least)  # equal ones are one program
+    size = length // parts
 
     def part(first: Any, count: int) -> Any:
         rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (batch, weights))
@@ -210,12 +217,12 @@ def in_parts(of: Callable[[Any, Any], Any], batch: Any, weights: Any, at_once: i
         return value if weights is not None else jax.tree.map(lambda v: v * (count / n), value)
 
     def add(total: Any, k: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, part(k * size, size)), None
+        return jax.tree.map(jnp.add, total, part(begin + k * size, size)), None
 
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: part(0, size)))
     total, _ = jax.lax.scan(add, zero, jnp.arange(parts))
-    rest = n - parts * size
-    return jax.tree.map(jnp.add, total, part(n - rest, rest)) if rest else total
+    rest = length - parts * size
+    return jax.tree.map(jnp.add, total, part(begin + length - rest, rest)) if rest else total
 
 
 def loss_at(loss: ModelFunction, params: Any, batch: Any, weights: Any, keys: Any = None) -> Any:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from covary._engine.local import LocalProgram
+from covary._engine.local import LocalProgram, keys_of_examples, loss_at
 from covary.checks import whole
 from covary.errors import refused
-from covary.problem import Problem
+from covary.problem import ModelFunction, Problem
 from covary.runs.machine import device_memory
 
 SHARE = 1 / 8  # of the device's memory, for what a model computes on the way
@@ -36,53 +37,52 @@ def fitted(local: LocalProgram, problem: Problem, copies: int = 1, microbatch: i
         return dataclasses.replace(local, at_once=microbatch)
     if problem.mixes_examples:
         return local
-    fit = rows_that_fit(_gradient_of(problem.loss), *problem.shapes, copies)
-    return local if fit >= local.plan.max_size else dataclasses.replace(local, at_once=fit)
+    most = local.plan.max_size
+    fit = rows_that_fit(gradient_of(problem.loss.holding()), problem, most, copies)
+    return local if fit == most else dataclasses.replace(local, at_once=fit)
 
 
 @functools.lru_cache(maxsize=64)
-def _gradient_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return jax.grad(loss)
+def gradient_of(bare: ModelFunction) -> Callable[[Any, Any, Any], Any]:
+    """`(held, params, batch) -> gradient`, as local steps compute it."""
+
+    def of(held: Any, params: Any, batch: Any) -> Any:
+        numbers = jnp.arange(len(jax.tree.leaves(batch)[0]))
+        keys = keys_of_examples(jax.random.key(0), numbers) if bare.draws else None
+        return jax.grad(lambda params: loss_at(bare.holding(*held), params, batch, None, keys))(params)
+
+    return of
 
 
-def rows_that_fit(function: Callable[[Any, Any], Any], params: Any, examples: Any, copies: int = 1) -> int:
-    """The most examples, a power of two, that `function(params, batch)` has room for, `copies` times side by side.
+@functools.lru_cache(maxsize=64)
+def value_of(bare: ModelFunction) -> Callable[[Any, Any, Any], Any]:
+    """`(held, params, batch) -> the loss or the metrics`."""
+    return lambda held, params, batch: bare.holding(*held)(params, batch)
 
-    Args:
-        function: the loss, its gradient, or the metrics.
-        params: the model's, or their shapes.
-        examples: any number of rows, for their shapes.
-        copies: the clients that compute at the same time.
 
-    >>> x = np.zeros((3, 100), np.float32)
-    >>> few = rows_that_fit(lambda w, x: jnp.mean(jnp.tanh(x @ w)), np.zeros((100, 1000), np.float32), x)
-    >>> many = rows_that_fit(lambda w, x: jnp.mean(jnp.tanh(x @ w)), np.zeros((100, 10), np.float32), x)
-    >>> many > 50 * few
-    True
+def rows_that_fit(function: Callable[[Any, Any, Any], Any], problem: Problem, most: int, copies: int = 1) -> int:
+    """How many examples, up to `most`, `function(held, params, batch)` has room for, `copies` times side by side.
+
+    All of them, or a power of two. Nothing is fused in this count, so it is an upper bound on what is needed.
     """
-    each = bytes_of_a_row(function, params, examples)
-    fit = int(SHARE * device_memory() / (copies * max(each, 1.0)))
-    return 1 << max(fit.bit_length() - 1, 0)
-
-
-def bytes_of_a_row(function: Callable[[Any, Any], Any], params: Any, examples: Any) -> float:
-    """Bytes that one more example adds to the largest set of arrays that are needed at the same time.
-
-    Nothing is fused in this count, so that it is an upper bound on what the compiled program needs.
-    """
-    leaves, tree = jax.tree.flatten((params, examples))
+    params, batch = problem.shapes
+    leaves, tree = jax.tree.flatten((problem.held, params, batch))
     shapes = tuple((tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves)
-    return _bytes_of_a_row(function, tree, shapes, len(jax.tree.leaves(params)))
+    needed = functools.partial(_bytes_of_rows, function, tree, shapes, len(jax.tree.leaves(batch)))
+    room = SHARE * device_memory() / copies
+    if most <= MANY and needed(most) <= room:
+        return most
+    each = needed(most) / most if most <= MANY else (needed(2 * MANY) - needed(MANY)) / MANY
+    fit = min(int(room / max(each, 1.0)), most)
+    return most if fit == most else 1 << max(fit.bit_length() - 1, 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _bytes_of_a_row(function: Callable[[Any, Any], Any], tree: Any, shapes: Any, n_params: int) -> float:
-    def needed(rows: int) -> int:
-        leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in shapes[:n_params]]
-        leaves += [jax.ShapeDtypeStruct((rows, *shape[1:]), dtype) for shape, dtype in shapes[n_params:]]
-        return most_alive(jax.make_jaxpr(function)(*jax.tree.unflatten(tree, leaves)).jaxpr)
-
-    return (needed(2 * MANY) - needed(MANY)) / MANY
+def _bytes_of_rows(function: Callable[..., Any], tree: Any, shapes: Any, n_batch: int, rows: int) -> int:
+    """Bytes of the largest set of arrays that are needed at the same time for a batch of so many rows."""
+    leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in shapes[:-n_batch]]
+    leaves += [jax.ShapeDtypeStruct((rows, *shape[1:]), dtype) for shape, dtype in shapes[-n_batch:]]
+    return most_alive(jax.make_jaxpr(function)(*jax.tree.unflatten(tree, leaves)).jaxpr)
 
 
 def most_alive(jaxpr: Any) -> int:

@@ -109,18 +109,14 @@ class Simulation(ABC):
 
 def in_less_memory(job: Job) -> Job | None:
     """The job with half as many examples at once, in gradients and in measurements; None if there is no less."""
-    program, data = job.program, job.problem.data
-    if job.problem.mixes_examples:
+    program, evaluation = job.program, job.program.evaluation
+    size, whole = program.local.plan.max_size, job.problem.mixes_examples
+    steps = size if whole else min(size, program.local.at_once or size)
+    fewer = (steps if whole else steps // 2, evaluation.at_once // 2, evaluation.tested_at_once // 2)
+    if not any(fewer[1:]) and (whole or not fewer[0]):
         return None
-    steps, measured = program.local.plan.max_size, data.n_examples
-    steps = min(steps, program.local.at_once or steps) // 2
-    measured = min(measured, program.evaluation.at_once) // 2
-    if steps == measured == 0:
-        return None
-    local = replace(program.local, at_once=max(steps, 1))
-    evaluation = replace(program.evaluation, at_once=max(measured, 1))
-    if job.problem.metric_names:
-        evaluation = replace(evaluation, means=job.problem.mean_metrics(evaluation.at_once))
+    local = program.local if whole else replace(program.local, at_once=max(fewer[0], 1))
+    evaluation = replace(evaluation, at_once=max(fewer[1], 1), tested_at_once=max(fewer[2], 1))
     return job._replace(program=replace(program, local=local, evaluation=evaluation))
 
 

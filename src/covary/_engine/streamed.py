@@ -70,10 +70,11 @@ class Streamed(Simulation):
         if not isinstance(data, StreamedData) or not self.job.passes or not self._due(r):
             return {}
         program, held = self.job.program, (self.job.world.frozen, buffers_of(state.server))
+        at_once = program.evaluation.at_once
         points = {"loss": state.server[0]}
         if self.job.program.average:
             points["average_loss"] = state.accounts.average
-        return {name: streamed_loss(program.local, data, self.job.p, x, held) for name, x in points.items()}
+        return {name: streamed_loss(program.local, data, self.job.p, x, held, at_once) for name, x in points.items()}
 
     def _end(self, **how: np.ndarray) -> None:
         self.state = self.state._replace(control=self.state.control._replace(**how))

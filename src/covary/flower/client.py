@@ -84,7 +84,7 @@ class JaxNode:
         self.problem = problem
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
-        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)))
+        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)), problem.frozen)
         self.place = Place((jax.devices()[0],), width=1)
         self.buffers: dict[str, np.ndarray] = by_path(problem.buffers_of(problem.buffers))
 

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from covary.errors import InvalidInput, refused
 from covary.flower.fingerprint import form_of_params
 from covary.flower.start import buffers_of_model
-from covary.problem import by_path
+from covary.problem import Problem, by_path
 from covary.runs.files import File
 
 
@@ -49,10 +49,10 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
         same(form_of_module(model))
         load_buffers(model, {k.removeprefix("buffers."): v for k, v in arrays.items() if k.startswith("buffers.")})
         return load_parameters(model, x)
-    own = buffers_of_model(model)
+    own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     params = model.init(jax.random.key(0)) if hasattr(model, "init") else model
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), params)
-    same(form_of_params(params))
+    same(form_of_params(params, frozen))
     _, unravel = ravel_pytree(params)
     params = jax.tree.map(np.asarray, unravel(jnp.asarray(x)))
     if own is None:

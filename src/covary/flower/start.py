@@ -40,7 +40,7 @@ def start_of(model: Any, seed: int) -> Start:
         from covary.flower.torch import flat_parameters, float_buffers, form_of_module
 
         return Start(flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x, dict)
-    own = buffers_of_model(model)
+    own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     if hasattr(model, "init"):
         model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), model)  # in the types that JAX is set to
@@ -53,7 +53,7 @@ def start_of(model: Any, seed: int) -> Start:
     return Start(
         x,
         buffers,
-        form_of_params(params),
+        form_of_params(params, frozen),
         lambda x: jax.tree.map(np.asarray, unravel(x)),
         lambda found: jax.tree.unflatten(tree, [found[name] for name in buffers]) if buffers else None,
     )
