@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from covary._engine.devices import AXIS, Place
 from covary._engine.local import in_parts, loss_at
 from covary._engine.memory import rows_that_fit, value_of
-from covary.problem import ModelFunction, Problem
+from covary.model_functions import ModelFunction
+from covary.problem import Problem
 
 MOST_AT_ONCE = 16_384  # examples, however small they are
 

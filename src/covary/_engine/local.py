@@ -16,7 +16,7 @@ from covary._engine.plan import Layout, LocalPlan, batch_bounds
 from covary._engine.vectors import Form
 from covary.algorithm import Exchange
 from covary.client import Guard, client_work, dry_work
-from covary.problem import ModelFunction
+from covary.model_functions import ModelFunction
 
 NOISE = np.uint32(2**31)  # for what a loss draws; the numbers of epochs, for their orders, are smaller
 

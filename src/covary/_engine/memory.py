@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from covary._engine.local import LocalProgram, keys_of_examples, loss_at
 from covary.checks import whole
 from covary.errors import refused
-from covary.problem import ModelFunction, Problem
+from covary.model_functions import ModelFunction
+from covary.problem import Problem
 from covary.runs.machine import device_memory
 
 SHARE = 1 / 8  # of the device's memory, for what a model computes on the way
@@ -88,7 +89,7 @@ def _bytes_of_rows(function: Callable[..., Any], tree: Any, shapes: Any, n_batch
 def most_alive(jaxpr: Any) -> int:
     """Bytes of the results that are alive at the same time, at the most, in a program run line by line.
 
-    >>> program = jax.make_jaxpr(lambda x: jnp.sum(jnp.exp(2 * x)))(np.zeros(100, np.float32))
+    >>> program = jax.make_jaxpr(lambda x: jnp.sum(jnp.exp(2 * x)))(jnp.zeros(100, jnp.float32))
     >>> most_alive(program.jaxpr)  # 2 * x and its exponential
     800
     """

@@ -27,7 +27,8 @@ from covary.flower.fingerprint import form_of_params
 from covary.flower.limits import Limits, smallest_batch_of
 from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, checked_privacy
 from covary.flower.task import Which, Work
-from covary.problem import Problem, by_path
+from covary.model_functions import by_path
+from covary.problem import Problem
 from covary.training import LocalWork
 
 

@@ -13,7 +13,8 @@ from jax.flatten_util import ravel_pytree
 from covary.errors import InvalidInput, refused
 from covary.flower.fingerprint import form_of_params
 from covary.flower.start import buffers_of_model
-from covary.problem import Problem, by_path
+from covary.model_functions import by_path
+from covary.problem import Problem
 from covary.runs.files import File
 
 

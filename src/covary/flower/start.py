@@ -15,7 +15,8 @@ from covary.algorithm import Algorithm
 from covary.errors import refused
 from covary.flower.fingerprint import form_of_params
 from covary.flower.merge import Arrays
-from covary.problem import Problem, by_path
+from covary.model_functions import by_path
+from covary.problem import Problem
 
 
 class Start(NamedTuple):
