@@ -2,9 +2,8 @@
 
 Run it: python examples/flax_nnx.py
 
-A loss is a function of parameters and a batch only. Use LayerNorm or GroupNorm: BatchNorm changes its statistics when
-it is called, which Flax rejects here. Dropout has no key to draw from: `network.eval()` before the split turns it off.
-Anything that is not a Param, such as dropout's counters, does not belong in `init`: covary rejects whole numbers there.
+BatchNorm and dropout need buffers and a key: examples/flax_batch_norm.py. Anything that is not a Param, such as
+dropout's counters, does not belong in `init`: covary rejects whole numbers there.
 """
 
 import jax

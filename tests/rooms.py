@@ -17,7 +17,7 @@ LAYERS = (  # a module may import from its own layer and from those before it
     ("runs",),
     ("algorithm", "algorithms", "client"),
     ("data",),
-    ("models", "problem", "targets", "training"),
+    ("model_functions", "models", "problem", "targets", "training"),
     ("_engine", "plain"),
     ("simulate", "sweep", "trackers"),
     ("theory", "flower"),

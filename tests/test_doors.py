@@ -260,7 +260,7 @@ def saturated(folder: Path, limits: Limits) -> int:
     problem = cv.supervised(MODEL, cv.FederatedData.from_clients([(x, y)]))
     grid = LoopbackGrid({0: (client_app(problem, state=folder, limits=limits), {})})
     scaffold = cv.scaffold(1.0)
-    start, _, form, _ = start_of(MODEL, 0)
+    start, _, form, *_ = start_of(MODEL, 0)
     training = {"local_steps": None, "local_epochs": 1, "batch_size": 8}
     task = {"algorithm": spec_of(scaffold), "training": training, "round": 1, "trip": 1, "warm": False}
     orders = itertools.count()

@@ -22,7 +22,9 @@ def last(runs, name, metric):
 
 PROPERTIES = {
     "flax_nnx.py": lambda runs: last(runs, "scaffold", "accuracy") > 0.9,
+    "flax_batch_norm.py": lambda runs: last(runs, "scaffold", "accuracy") > 0.92,
     "equinox_model.py": lambda runs: last(runs, "scaffold", "accuracy") > 0.9,
+    "lora.py": lambda runs: last(runs, "scaffold", "accuracy") > max(0.6, last(runs, "fedavg", "accuracy")),
     "plain_functions.py": lambda runs: last(runs, "scaffold", "rmse") < min(0.2, last(runs, "fedavg", "rmse")),
     "table_with_clients.py": lambda runs: (
         last(runs, "scaffold", "loss") < 0.64 < runs["fedavg"].history["loss"][0] < last(runs, "fedavg", "loss")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,6 +113,85 @@ def test_unequal_clients_weights_and_a_warm_start_too(options, tmp_path):
     run = simulated(ALGORITHMS["scaffold"], data, **options)
     np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
     np.testing.assert_allclose(deployed.server.c, run.server.c, rtol=0, atol=1e-12)
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_dropout_and_an_adapter_on_a_frozen_model_too(tmp_path):
+    class Noisy:
+        def init(self, key):
+            return {"frozen": {"w": jnp.ones((3, D))}, "adapter": jnp.zeros((3, D))}
+
+        def loss(self, params, batch, *, key):
+            x, y = batch
+            if key is not None:
+                x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+            return MODEL.loss({"w": params["frozen"]["w"] + params["adapter"], "b": jnp.zeros(3)}, (x, y))
+
+    def problem(clients):
+        return cv.supervised(Noisy(), cv.FederatedData.from_clients(clients), trainable=lambda path: path == "adapter")
+
+    data, algorithm = parts(sizes=(12, 9, 17, 5)), ALGORITHMS["scaffold-I"]
+    apps = {
+        i: (client_app(problem([part]), state=tmp_path / f"state{i}", limits=OPEN), {"partition-id": i})
+        for i, part in enumerate(data)
+    }
+    deployed = deploy(tmp_path, LoopbackGrid(apps), algorithm, model=problem(data[:1]), clients_per_round=2)
+    run = cv.simulate(algorithm, problem(data), 4, clients_per_round=2, **ROUND)
+    np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(deployed.history["loss"], run.history["loss"], rtol=1e-10)
+    trained = load_model(problem(data[:1]), tmp_path / "server")
+    np.testing.assert_array_equal(problem(data).complete(trained)["adapter"].ravel(), deployed.x)
+    assert audited(tmp_path).gap < 1e-12
+
+
+def test_a_node_with_other_frozen_parameters_is_left_out(tmp_path, capsys):
+    def problem(scale, clients):
+        model = SimpleNamespace(
+            init=lambda key: {"base": scale * jnp.ones(D), "adapter": jnp.zeros(D)},
+            loss=lambda params, batch: jnp.mean((batch[0] @ (params["base"] + params["adapter"]) - batch[1]) ** 2),
+        )
+        data = cv.FederatedData.from_clients(clients)
+        return cv.supervised(model, data, trainable=lambda path: path == "adapter")
+
+    data = parts()
+    apps = {
+        i: (client_app(problem(1 + (i == 2), [part]), state=tmp_path / f"state{i}", limits=OPEN), {"partition-id": i})
+        for i, part in enumerate(data)
+    }
+    run = deploy(tmp_path, LoopbackGrid(apps), cv.scaffold(0.01), model=problem(1, data[:1]), min_clients=3)
+    assert run.history["cohort"].max() < 3
+    assert "frozen parameters" in capsys.readouterr().out
+
+
+def test_batch_norm_in_jax_too(tmp_path):
+    class Normed:
+        def init(self, key):
+            return {"w": 0.1 * jax.random.normal(key, (D, 3))}
+
+        def init_buffers(self, key):
+            return {"var": jnp.ones(D), "mean": [jnp.zeros(D)]}
+
+        def loss(self, params, batch, *, key, buffers):
+            x, y = batch
+            mean, var = x.mean(axis=0), x.var(axis=0)
+            h = (x - mean) / jnp.sqrt(var + 1e-5)
+            if key is not None:
+                h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), 2 * h, 0)
+            value = MODEL.loss({"w": params["w"].T, "b": jnp.zeros(3)}, (h, y))
+            return value, {"var": buffers["var"] + 0.1 * var, "mean": [0.9 * buffers["mean"][0] + 0.1 * mean]}
+
+        def metrics(self, params, batch, *, buffers):
+            return {"norm": jnp.sum(buffers["mean"][0] ** 2)}
+
+    data, algorithm, model = parts(), ALGORITHMS["scaffold"], Normed()
+    deployed = deploy(tmp_path, LoopbackGrid(jax_apps(tmp_path, data, model)), algorithm, model=model)
+    run = simulated(algorithm, data, model=model)
+    np.testing.assert_allclose(deployed.x, run.x, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(deployed.history["norm"], run.history["norm"], rtol=1e-10)
+    params, buffers = load_model(model, tmp_path / "server")
+    for own, other in zip(jax.tree.leaves((params, buffers)), jax.tree.leaves((run.params, run.buffers)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(deployed.buffers["mean"][0], buffers["mean"][0])
     assert audited(tmp_path).gap < 1e-12
 
 

@@ -1,7 +1,8 @@
 """Built-in models: softmax regression and a two-layer network, as in the paper's experiments, and a small CNN.
 
 A model is any object with `init(key) -> params`, `loss(params, batch) -> scalar` and, optionally,
-`metrics(params, batch) -> dict`. `loss` is the mean over the examples of the batch.
+`metrics(params, batch) -> dict`. `loss` is the mean over the examples of the batch. A metric is a number, or one number
+per example, of which covary takes the mean.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _cross_entropy_slope(primals: Any, tangents: Any) -> Any:
 
 
 def _accuracy(logits: Any, y: Any) -> dict[str, Any]:
-    return {"accuracy": jnp.mean(jnp.argmax(logits, axis=1) == y)}
+    return {"accuracy": jnp.argmax(logits, axis=1) == y}
 
 
 # One function for models of the same kind and size, so that they share compiled programs.

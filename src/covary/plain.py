@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from covary._engine.cohort import cohort_key, sample
+from covary._engine.evaluate import averaged
 from covary._engine.history import History, Log, traffic_by_kind
-from covary._engine.local import order_of_epoch
+from covary._engine.local import key_of_step, keys_of_examples, loss_at, order_of_epoch
 from covary._engine.plan import Layout, aggregation_weights, batch_bounds
 from covary._engine.prepare import Job
 from covary.algorithm import Algorithm, Exchange, Gradient
@@ -24,13 +25,13 @@ from covary.client import client_loop
 class Client(NamedTuple):
     """A client as the server's loop needs it."""
 
-    full_grad: Gradient  # y -> the gradient over all its data
+    full_grad: Callable[[int, int], Gradient]  # (round, exchange) -> the gradient over all its data
     grads: Callable[[int, int], Iterable[Gradient]]  # (round, exchange) -> each step's gradient, on that step's batch
 
 
 def full_batch(gradient: Gradient, K: int) -> Client:
     """A client that takes K steps on all its data."""
-    return Client(gradient, lambda r, number: [gradient] * K)
+    return Client(lambda r, number: gradient, lambda r, number: [gradient] * K)
 
 
 def train(
@@ -80,8 +81,8 @@ def one_round(
         down = exchange.broadcast(server)
         ups, drifts = [], []
         for i in cohort:
-            grads = clients[i].grads(r, number)
-            up, states[i], moved = client_loop(exchange, down, states[i], clients[i].full_grad, grads)
+            full_grad, grads = clients[i].full_grad(r, number), clients[i].grads(r, number)
+            up, states[i], moved = client_loop(exchange, down, states[i], full_grad, grads)
             ups.append(up)
             drifts.append(moved)
         weights = aggregation_weights(p[cohort], fraction, exchange.together, np.float64)
@@ -159,39 +160,49 @@ def drawn(job: Job, r: int) -> np.ndarray:
         return np.asarray(sample(key, job.plan.n_clients, job.plan.cohort))
 
 
-def gradient_of(job: Job) -> Callable[[Any], Gradient]:
-    """batch -> y -> the gradient of the loss on the batch."""
+def gradient_of(job: Job) -> Callable[[Any, Any], Gradient]:
+    """(batch, key) -> y -> the gradient of the loss on the batch."""
     loss, unravel = job.problem.loss, job.program.local.unravel
-    compiled = jax.jit(jax.grad(lambda y, batch: loss(unravel(y), batch)))
 
-    def on(batch: Any) -> Gradient:
-        def at(y: np.ndarray) -> np.ndarray:
+    def at(y: Any, batch: Any, key: Any) -> Any:
+        numbers = np.arange(len(jax.tree.leaves(batch)[0]))
+        return loss_at(loss, unravel(y), batch, None, keys_of_examples(key, numbers) if loss.draws else None)
+
+    compiled = jax.jit(jax.grad(at))
+
+    def on(batch: Any, key: Any) -> Gradient:
+        def slope(y: np.ndarray) -> np.ndarray:
             loss(unravel(y), batch)
             with jax.disable_jit(False):
-                return np.asarray(compiled(y, batch))
+                return np.asarray(compiled(y, batch, key))
 
-        return at
+        return slope
 
     return on
 
 
-def client_of(job: Job, i: int, gradient: Callable[[Any], Gradient]) -> Client:
+def client_of(job: Job, i: int, gradient: Callable[[Any, Any], Gradient]) -> Client:
     """Client i of a job, with the batches that the engine draws for it."""
     data = job.problem.data.client(i)
     plan, layout = job.plan.local, Layout(*(field[i] for field in job.layout))
     size, per_epoch, K = int(layout.size), int(layout.per_epoch), int(layout.steps)
 
-    def grads(r: int, number: int) -> Iterable[Gradient]:
-        for k in range(K):
-            if plan.batching == "full":
-                yield gradient(data)
-                continue
-            low, high = batch_bounds(plan.batching, int(layout.batch), per_epoch, size, k)
-            with jax.disable_jit(False):
-                rows = order_of_epoch(job.training.seed, r, number, i, k // per_epoch, size)[low:high]
-            yield gradient(jax.tree.map(lambda leaf: leaf[rows], data))  # noqa: B023 (called at once)
+    def at_step(r: int, number: int, k: int, batch: Any) -> Gradient:
+        with jax.disable_jit(False):
+            return gradient(batch, key_of_step(job.training.seed, r, number, i, k))
 
-    return Client(gradient(data), grads)
+    def batch_of_step(r: int, number: int, k: int) -> Any:
+        if plan.batching == "full":
+            return data
+        low, high = batch_bounds(plan.batching, int(layout.batch), per_epoch, size, k)
+        with jax.disable_jit(False):
+            rows = order_of_epoch(job.training.seed, r, number, i, k // per_epoch, size)[low:high]
+        return jax.tree.map(lambda leaf: leaf[rows], data)
+
+    return Client(
+        full_grad=lambda r, number: at_step(r, number, 0, data),
+        grads=lambda r, number: (at_step(r, number, k + 1, batch_of_step(r, number, k)) for k in range(K)),
+    )
 
 
 def measured(
@@ -206,9 +217,9 @@ def measured(
         if "loss" in evaluation.names:
             losses = [problem.loss(params, problem.data.client(i)) for i in range(problem.n_clients)]
             row[f"{prefix}loss"] = np.asarray(job.p @ np.asarray(losses), x.dtype)
-        if evaluation.metrics is not None:
+        if problem.metrics is not None:
             tested_on = problem.data.examples if problem.test is None else problem.test
-            for name, value in evaluation.metrics(params, tested_on).items():
+            for name, value in averaged(problem.metrics(params, tested_on)).items():
                 row[f"{prefix}{name}"] = np.asarray(value, x.dtype)
     if job.algorithm.invariant is not None:
         c, c_i = job.algorithm.invariant

@@ -16,7 +16,20 @@ from jax.flatten_util import ravel_pytree
 
 from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
-from covary.errors import CovaryError, InvalidInput, refused
+from covary.errors import InvalidInput, refused
+from covary.model_functions import (
+    ModelFunction,
+    Split,
+    as_it_is_now,
+    buffers_at_start,
+    check_metrics,
+    check_new_buffers,
+    rows_of,
+    shape_of_params,
+    takes,
+    traced,
+    trained_only,
+)
 from covary.runs import machine
 
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
@@ -26,11 +39,28 @@ ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_
 class Problem:
     """The problem to minimise: f(x) = sum_i p_i f_i(x), with f_i the mean loss over client i's examples."""
 
-    init: Callable[[Any], Any]  # (key) -> params
-    loss: Callable[[Any, Any], Any]  # (params, batch) -> scalar
-    metrics: Callable[[Any, Any], dict[str, Any]] | None  # (params, batch) -> dict of scalars
+    init: Callable[[Any], Any]  # (key) -> params, those that are trained
+    loss: ModelFunction
+    metrics: ModelFunction | None  # returns a dict of scalars
     data: FederatedData
     test: Any = None
+    split: Split | None = None  # where some parameters are frozen
+    frozen: dict[str, Any] | None = None  # these, by path
+    buffers: np.ndarray | None = None  # at the start, as a vector
+
+    @property
+    def held(self) -> tuple[Any, Any]:
+        """What its functions hold: frozen parameters, and buffers at the start."""
+        return self.frozen, self.buffers
+
+    def complete(self, trained: Any) -> Any:
+        """The model's params, with the frozen ones among them."""
+        return trained if self.split is None else self.split.join(trained, self.frozen or {})
+
+    def buffers_of(self, vector: Any) -> Any:
+        """The model's buffers in its own form."""
+        to_buffers = self.loss.to_buffers
+        return None if to_buffers is None else jax.tree.map(np.asarray, to_buffers(vector))
 
     @property
     def n_clients(self) -> int:
@@ -40,63 +70,89 @@ class Problem:
     def metric_names(self) -> tuple[str, ...]:
         if self.metrics is None or (self.data.streamed and self.test is None):
             return ()  # a metric need not be a mean, so it cannot be measured on streamed data
-        return tuple(jax.eval_shape(self.metrics, _shape_of_params(self.init), _rows(self.data.examples, 2)))
+        return tuple(jax.eval_shape(self.metrics, *self.shapes))
 
     @cached_property
-    def _loss_of_few(self) -> tuple[float, float, np.ndarray]:
-        """The loss of a few examples, of the same examples repeated, and of each alone, near the starting point."""
-        noise = 0.01 * np.random.default_rng(0).normal(size=2**16)
-        near = jax.tree.map(lambda a: a + np.resize(noise, a.shape).astype(a.dtype), self._initial(0))
-        few = jax.tree.map(lambda a: np.asarray(a[:3]), self.data.examples)
-        once, twice, each = _compiled_losses(self.loss)(near, few)
-        return float(once), float(twice), np.asarray(each)
+    def shapes(self) -> tuple[Any, Any]:
+        """The shapes of the model's params and of a small batch."""
+        return shape_of_params(self.init), rows_of(self.data.examples, 2)
+
+    @cached_property
+    def means(self) -> frozenset[str]:
+        """The metrics that return one number per example, of which the mean is meant."""
+        if self.metrics is None:
+            return frozenset()
+        values = jax.eval_shape(self.metrics, *self.shapes)
+        return frozenset(name for name, value in values.items() if value.shape)
+
+    @cached_property
+    def _losses_of_few(self) -> list[tuple[float, float, np.ndarray]]:
+        """The loss of a few examples, of the same examples repeated, and of each alone: near the start, and farther."""
+        some = np.unique(np.linspace(0, self.data.n_examples - 1, 16).astype(int))
+        few = jax.tree.map(lambda a: np.asarray(a[some]), self.data.examples)
+        compiled = _compiled_losses(self.loss.holding())
+        found = [compiled(self.held, self._near_start(0, noise), few) for noise in (0.01, 0.1)]
+        return [(float(once), float(twice), np.asarray(each)) for once, twice, each in found]
+
+    def _near_start(self, seed: int, noise: float) -> Any:
+        """The model's initial params, moved by noise."""
+        draws = noise * np.random.default_rng(seed).normal(size=2**16)
+        return jax.tree.map(lambda a: a + np.resize(draws, a.shape).astype(a.dtype), self._initial(0))
 
     def _initial(self, seed: int) -> Any:
         """The model's initial params, in NumPy."""
         key = jax.random.fold_in(jax.random.key(seed), 0)
-        return jax.tree.map(np.asarray, _compiled_init(self.init)(key))
+        return jax.tree.map(np.asarray, self._compiled_init(key))
+
+    @cached_property
+    def _compiled_init(self) -> Callable[[Any], Any]:
+        shared = isinstance(self.init, FunctionType)  # a method is compiled for this problem, and freed with it
+        return _compiled_init(self.init) if shared else jax.jit(self.init)
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
-        params, batch = _shape_of_params(self.init), _rows(self.data.examples, 2)
-        return "".join(jax.jit(f).lower(params, batch).as_text() for f in (self.loss, self.metrics) if f is not None)
 
-    @property
-    def _near(self) -> float:
-        once, _, each = self._loss_of_few
-        return 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
+        def text(function: ModelFunction, *key: Any) -> str:
+            call = jax.jit(lambda held, *args: function.holding(*held)(*args))
+            return call.lower(self.held, *self.shapes, *key).as_text()
 
-    @property
+        texts = [text(function) for function in (self.loss, self.metrics) if function is not None]
+        return "".join(texts) + (text(self.loss, jax.random.key(0)) if self.loss.draws else "")
+
+    @cached_property
     def mixes_examples(self) -> bool:
         """Whether the loss of a batch differs from the mean of its examples' losses, as with BatchNorm."""
-        once, _, each = self._loss_of_few
-        return not abs(once - each.mean()) <= self._near
+        if self.buffers is not None:
+            return True
+        first, *others = self._losses_of_few
+        seen = [first, *(losses for losses in others if np.isfinite(losses[0]))]
+        return not all(abs(once - each.mean()) <= _rounding(once, each) for once, _, each in seen)
 
     def refuse_other_losses(self, one_by_one: bool) -> None:
         """Reject a loss that is not a mean over the batch and, if batches differ in size, one that mixes examples."""
-        once, twice, _ = self._loss_of_few
-        near = self._near
+        once, twice, each = self._losses_of_few[0]
         if not np.isfinite([once, twice]).all():
             raise InvalidInput(
                 f"loss(params, batch) is {once} at the starting point. Check the scale of the data, init, and the loss "
                 "for divisions by zero and logarithms of zero."
             )
-        if abs(once - twice) > near:
+        if abs(once - twice) > _rounding(once, each):
             raise InvalidInput(
                 "loss(params, batch) must be the mean over the batch, but repeating the same examples changes it from "
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
                 "data have the same scale."
             )
-        if one_by_one and self.mixes_examples:
+        if (one_by_one or (self.loss.draws and self.buffers is None)) and self.mixes_examples:
             raise InvalidInput(
-                "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in size "
-                "or data is streamed. On the first examples it is not. Make each example's loss independent of the "
-                "others (BatchNorm is not), or give every client the same number of examples in memory."
+                "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in "
+                "size, data is streamed, or the loss takes a key. On the first examples it is not. Make each "
+                "example's loss independent of the others (BatchNorm is not), or give every client the same number "
+                "of examples in memory."
             )
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
         """The flat starting point (from `x0`, or from `init` with the seed) and the function from it back to params."""
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_shape_of_params(self.init)))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape_of_params(self.init)))
         if size > machine.host_memory() / 4:
             came, room = f"{size / 2**30:,.1f} GiB", f"{machine.host_memory() / 2**30:,.1f} GiB"
             fix = "Use a smaller model: a round needs memory for several copies of it."
@@ -108,6 +164,8 @@ class Problem:
             raise refused("init(key)", "finite", "NaN or infinity in it", "Check the scale of the initial parameters.")
         if x0 is None:
             return x, unravel
+        if self.split is not None and jax.tree.structure(x0) == self.split.tree:
+            x0 = self._trained_part(self.split, x0)
         if jax.tree.structure(x0) == jax.tree.structure(params):
             shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x0)]
             if shapes == [np.shape(leaf) for leaf in jax.tree.leaves(params)]:
@@ -126,16 +184,39 @@ class Problem:
             raise refused("x0", "finite", "NaN or infinity in it", "Start from finite parameters.")
         return flat, unravel
 
+    def _trained_part(self, split: Split, params: Any) -> Any:
+        """The trained ones of all parameters, whose others must be the frozen ones."""
+        for path, leaf in split.part(params, trained=False).items():
+            if not np.array_equal(leaf, (self.frozen or {})[path], equal_nan=True):
+                fix = "Build the model with them: what is frozen comes from init."
+                raise refused(f"x0[{path!r}]", "the model's own, as it is frozen", "other numbers", fix)
+        return split.part(params, trained=True)
 
-def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
+
+def supervised(
+    model: Any,
+    data: FederatedData,
+    test: Any = None,
+    *,
+    trainable: Callable[[str], bool] | Any = None,
+) -> Problem:
     """The problem of training a model on federated data.
 
     Args:
         model: any object with `init(key) -> params`, `loss(params, batch) -> scalar` (the mean over the batch) and,
-            optionally, `metrics(params, batch) -> dict of scalars`.
+            optionally, `metrics(params, batch) -> dict`. A metric is a scalar, measured on all test examples at once,
+            or an array with one number per example, whose mean is measured. A loss with dropout or other noise is
+            `loss(params, batch, *, key)`. In local steps it gets one example at a time, each with a key that is fixed
+            by the seed, round, exchange, client, step and example. Where the loss is only measured, the key is None.
+            A model with buffers, such as BatchNorm's statistics, has `init_buffers(key)`, and its loss is
+            `loss(params, batch, *, buffers) -> (scalar, new buffers)`; `metrics` may take `buffers` too. The buffers
+            of the cohort are averaged in every round.
         data: the clients' examples.
         test: a batch for the metrics. Without it they are measured on the training data, or not at all if that is
             streamed.
+        trainable: which parameters are trained: a function of a parameter's path, such as "layers/0/weight", or
+            booleans nested like the params. By default all are. The others are those of `init` with seed 0, whatever
+            the seed of a run. They stay as they are, and are not part of x, c, the c_i or what is sent.
 
     >>> import covary as cv
     >>> (x, y), test = cv.datasets.digits()
@@ -159,9 +240,17 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
         if test is not None:
             check(test)
 
-    params = _shape_of_params(model.init)
-    batch = _rows(data.examples, 2)
-    loss = _trace("loss", model.loss, params, batch)
+    init, split, frozen = as_it_is_now(model.init), None, None
+    if trainable is not None:
+        init, split, frozen = trained_only(init, trainable)
+    params, batch = shape_of_params(init), rows_of(data.examples, 2)
+    buffers, to_buffers = buffers_at_start(model)
+    own = ModelFunction(as_it_is_now(model.loss), takes(model.loss, "key"), split, to_buffers).holding(frozen, buffers)
+    loss = traced("loss", own, params, batch)
+    if own.draws:
+        traced("loss", own, params, batch, jax.random.key(0))
+    if to_buffers is not None:
+        check_new_buffers(own, params, batch)
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         came = f"shape {loss.shape}, dtype {loss.dtype}" if hasattr(loss, "shape") else type(loss).__name__
         raise refused(
@@ -171,17 +260,15 @@ def supervised(model: Any, data: FederatedData, test: Any = None) -> Problem:
     if metrics is not None and not callable(metrics):
         raise refused("model.metrics", "a method", type(metrics).__name__, "Leave it out, or return a dict of numbers.")
     if metrics is not None:
-        values = _trace("metrics", metrics, params, batch)
-        ours = isinstance(values, dict) and all(isinstance(name, str) for name in values)
-        if not ours or any(getattr(v, "shape", None) != () or v.dtype.kind == "c" for v in values.values()):
-            came = _described(values=values) if jax.tree.leaves(values) else repr(values)
-            raise refused(
-                "metrics(params, batch)", "a dict of single numbers", came, "Return {'accuracy': ...}, for example."
-            )
+        reads = to_buffers if takes(metrics, "buffers") else None
+        metrics = ModelFunction(as_it_is_now(metrics), split=split, to_buffers=reads).holding(frozen, buffers)
+        values = traced("metrics", metrics, params, batch)
+        check_metrics(values, 2)
+        check_metrics(traced("metrics", metrics, params, rows_of(data.examples, 3)), 3)
         for name in values:
             if name in ENGINE_COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
-    return Problem(_as_it_is_now(model.init), _as_it_is_now(model.loss), _as_it_is_now(metrics), data, test)
+    return Problem(init, own, metrics, data, test, split, frozen, buffers)
 
 
 def quadratics(A: Any, b: Any) -> Problem:
@@ -218,7 +305,7 @@ def quadratics(A: Any, b: Any) -> Problem:
             "Use (A + A.swapaxes(1, 2)) / 2, which gives the same f_i.",
         )
     d = b.shape[1]
-    return Problem(_zeros(d), _quadratic_loss, None, FederatedData((A, b), np.ones(len(b), int)))
+    return Problem(_zeros(d), ModelFunction(_quadratic_loss), None, FederatedData((A, b), np.ones(len(b), int)))
 
 
 def lower_bound(G: float, mu: float = 1.0) -> Problem:
@@ -247,11 +334,12 @@ def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_losses(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
-    """`(params, batch) -> loss of the batch, of the batch repeated, of each example`."""
+def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
+    """`(held, params, batch) -> loss of the batch, of the batch repeated, of each example`."""
 
     @jax.jit
-    def losses(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def losses(held: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        loss = bare.holding(*held)
         twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
         each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda a: a[None], example)))(batch)
         return loss(params, batch), loss(params, twice), each
@@ -259,9 +347,9 @@ def _compiled_losses(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], tu
     return losses
 
 
-def _as_it_is_now(function: Any) -> Any:
-    """The function, or a new wrapper of a method: programs are cached by their functions, and an object can change."""
-    return function if function is None or isinstance(function, FunctionType) else functools.partial(function)
+def _rounding(once: float, each: np.ndarray) -> float:
+    """By how much losses may differ that are the same."""
+    return 1e-3 * max(abs(once), 1e-3 * np.abs(each).max())
 
 
 def _checked_test(test: Any, examples: Any) -> Any:
@@ -301,55 +389,3 @@ def _zeros(d: int) -> Callable[[Any], Any]:
 def _quadratic_loss(x: Any, batch: Any) -> Any:
     A, b = batch
     return jnp.mean(0.5 * jnp.einsum("d,nde,e->n", x, A, x) + b @ x)
-
-
-def _shape_of_params(init: Callable[[Any], Any]) -> Any:
-    params = _trace("init", init, jax.random.key(0))
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves:
-        raise refused("init(key)", "a tree with at least one array", params, "Return the model's parameters.")
-    for path, leaf in leaves:
-        if not hasattr(leaf, "dtype"):
-            came = type(leaf).__name__
-            raise refused(
-                f"params{jax.tree_util.keystr(path)}", "an array", came, "Keep functions and strings out of params."
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise refused(
-                f"params{jax.tree_util.keystr(path)}",
-                "real numbers",
-                f"dtype {leaf.dtype}",
-                "Keep counters out of params.",
-            )
-    return params
-
-
-def _rows(examples: Any, count: int) -> Any:
-    """The shapes of a small batch."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape[1:]), jnp.asarray(a[:0]).dtype), examples)
-
-
-def _trace(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The shapes that a user's function returns. An error inside it gets a note with the arguments."""
-    try:
-        return jax.eval_shape(function, *args)
-    except CovaryError:
-        raise
-    except Exception as error:
-        named = dict(zip(("params", "batch"), args, strict=True)) if len(args) == 2 else {"key": args[0]}
-        error.add_note(f"covary called the model's {name} with {_described(**named)}")
-        raise
-
-
-def _described(**trees: Any) -> str:
-    """Name, dtype and shape of at most five arrays.
-
-    >>> _described(params={"w": jax.ShapeDtypeStruct((3, 2), np.dtype("float32"))}, batch=(np.zeros(4),))
-    "params['w'] float32 (3, 2), batch[0] float64 (4,)"
-    """
-    leaves = [
-        f"{name}{jax.tree_util.keystr(path)} {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}"
-        for name, tree in trees.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    return ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more arrays" if len(leaves) > 5 else "")

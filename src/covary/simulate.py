@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from covary import plain
+from covary._engine.buffers import buffers_of, without_buffers
 from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
 from covary._engine.history import Log
 from covary._engine.prepare import Job, prepare
@@ -40,6 +41,7 @@ class Run:
     average: Any = None  # the paper's weighted output, in the form of params, if it was requested
     reached: int | None = None  # the round that met the target
     diverged: int | None = None  # the round that was no longer finite; the state is that of the round before
+    buffers: Any = None  # the model's own, averaged over the last cohort
 
     @property
     def rounds(self) -> int:
@@ -81,6 +83,7 @@ def simulate(
     store: str | Path | None = None,
     devices: int | None = None,
     width: int | None = None,
+    microbatch: int | None = None,
     precision: str | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
@@ -119,6 +122,8 @@ def simulate(
             is the first of these with enough room.
         devices: the number of devices that share the cohort. The default is as many as make the round faster.
         width: the number of clients that a device computes at once. The default is the fastest.
+        microbatch: the most examples whose gradient a client computes at once. A larger batch is divided, and its
+            gradient is the same up to rounding. The default is what fits into memory.
         precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU. States, sums and
             evaluation keep their precision.
         checkpoint: a folder for checkpoints, saved every `checkpoint_every` rounds and at the end: the server's state,
@@ -154,11 +159,13 @@ def simulate(
     if log is not None and not callable(log):
         raise refused("log", "a function of (round, values)", type(log).__name__, "Try log=print.")
     whole("checkpoint_every", checkpoint_every, 1)
-    where = {"store": store, "devices": devices, "width": width}
+    where = {"store": store, "devices": devices, "width": width, "microbatch": microbatch}
     if flag("debug", debug):
         _reject_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
     job = prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)
-    run = _debugged(job, log) if debug else _result(_simulated(job, log, store, checkpoint, checkpoint_every))
+    run = (
+        _debugged(job, log) if debug else _result(algorithm, _simulated(job, log, store, checkpoint, checkpoint_every))
+    )
     _warn_of_divergence(run)
     return run
 
@@ -167,6 +174,8 @@ def _reject_engine_options(problem: Problem, **given: Any) -> None:
     """Reject options that the plain server does not support."""
     if isinstance(problem, Problem) and problem.data.streamed:
         raise InvalidInput("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
+    if isinstance(problem, Problem) and problem.buffers is not None:
+        raise InvalidInput("debug=True does not carry a model's buffers. Debug the same model with its buffers fixed.")
     for name, value in given.items():
         if value is not None:
             fix = "debug=True runs plain Python on one core, in memory and without checkpoints."
@@ -176,15 +185,15 @@ def _reject_engine_options(problem: Problem, **given: Any) -> None:
 def _debugged(job: Job, log: Log | None) -> Run:
     """The run by the plain server."""
     ended = plain.run(job, log)
-    unravel, done = job.program.local.unravel, len(ended.history.get("round", ()))
+    done = len(ended.history.get("round", ()))
     return Run(
         algorithm=job.algorithm,
-        params=jax.tree.map(np.asarray, unravel(ended.server[0])),
+        params=_params(job, ended.server[0]),
         x=ended.server[0],
         server=ended.server,
         clients=ended.clients,
         history=ended.history,
-        average=jax.tree.map(np.asarray, unravel(ended.average)) if job.program.average else None,
+        average=_params(job, ended.average) if job.program.average else None,
         reached=done if ended.reached else None,
         diverged=done + 1 if ended.diverged else None,
     )
@@ -216,25 +225,31 @@ def _simulated(
     return simulation
 
 
-def _result(simulation: Simulation) -> Run:
+def _result(algorithm: Algorithm, simulation: Simulation) -> Run:
     state, job, columns = simulation.state_on_host(), simulation.job, simulation.history.columns()
     clients = simulation.clients()
     if job.algorithm.invariant is not None and simulation.history.rounds:
         error = simulation.control_error()
         if np.isnan(columns["control_error"][-1]):
             columns["control_error"][-1] = error
-    unravel, done = job.program.local.unravel, int(state.control.round)
+    done = int(state.control.round)
     return Run(
-        algorithm=job.algorithm,
-        params=jax.tree.map(np.asarray, unravel(state.server[0])),
+        algorithm=algorithm,
+        params=_params(job, state.server[0]),
         x=state.server[0],
-        server=state.server,
+        server=without_buffers(state.server),
         clients=clients,
         history=columns,
-        average=jax.tree.map(np.asarray, unravel(state.accounts.average)) if job.program.average else None,
+        average=_params(job, state.accounts.average) if job.program.average else None,
         reached=done if state.control.reached else None,
         diverged=done + 1 if state.control.diverged else None,
+        buffers=job.problem.buffers_of(buffers_of(state.server)),
     )
+
+
+def _params(job: Job, x: np.ndarray) -> Any:
+    """The model's params, in the user's own form."""
+    return job.problem.complete(jax.tree.map(np.asarray, job.program.local.unravel(x)))
 
 
 def _warn_of_divergence(run: Run) -> None:

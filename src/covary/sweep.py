@@ -14,7 +14,7 @@ import numpy as np
 from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
 from covary._engine.history import Log
 from covary._engine.members import Members, grouped
-from covary._engine.prepare import prepare
+from covary._engine.prepare import prepare, with_model
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
 from covary.errors import InvalidInput, refused
@@ -97,6 +97,7 @@ def sweep(
     log: Log | None = None,
     devices: int | None = None,
     width: int | None = None,
+    microbatch: int | None = None,
     precision: str | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 100,
@@ -114,7 +115,7 @@ def sweep(
         grid: the values to try for each argument of the factory. Every combination is a point.
         seeds: every point is run once with each seed.
         rounds, clients_per_round, local_steps, local_epochs, batch_size, x0, warm_start, weights, eval_every, devices,
-            width, precision: as in `simulate`.
+            width, microbatch, precision: as in `simulate`.
         target: as in `simulate`, for each member.
         race: also stop as soon as it is certain which point has the fewest mean rounds to the target. The members
             that are still running are marked "outpaced".
@@ -167,11 +168,13 @@ def sweep(
         store="device",
         devices=devices,
         width=width,
+        microbatch=microbatch,
         members=len(points),
     )
     whole("checkpoint_every", checkpoint_every, 1)
 
     # All members, with checkpoints where a folder is given
+    algorithms = [with_model(each, problem) for each in algorithms]
     members = Members(job, algorithms, seeds, race, grouped(len(points), len(seeds), job, algorithm, at_once), log)
     if checkpoint is None:
         while not members.ended:

@@ -295,6 +295,10 @@ def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str
     about["jax"] = [str(getattr(jax.config, name, None)) for name in OF_JAX]
     about["start"] = hashlib.sha256(starts.tobytes()).hexdigest()[:16]
     about["data"] = _hash_of_arrays(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
+    if problem.frozen is not None:
+        about["frozen"] = _hash_of_arrays(problem.frozen)
+    if problem.buffers is not None:
+        about["buffers"] = _hash_of_arrays(problem.buffers)
     about["test"] = None if problem.test is None else _hash_of_arrays(problem.test)
     return about
 

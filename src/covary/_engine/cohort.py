@@ -81,6 +81,7 @@ def exchange_all(
 
 def bound_to_data(program: Program, world: World, key: Any, measured: bool) -> Bind:
     """The cohort's work on the clients' data; the round's key decides the batches."""
+    local = program.local.holding(world.frozen)
 
     def bind(number: int, exchange: Exchange, down: Any) -> Callable[..., Any]:
         exchange_key = jax.random.fold_in(key, number)
@@ -93,7 +94,7 @@ def bound_to_data(program: Program, world: World, key: Any, measured: bool) -> B
                 return jax.tree.map(lambda leaf: leaf.at[where].get(mode="promise_in_bounds"), world.examples)
 
             client_key = jax.random.fold_in(exchange_key, i)
-            return work_of_client(program.local, exchange, down, client, fetch, layout, client_key, measured=measured)
+            return work_of_client(local, exchange, down, client, fetch, layout, client_key, measured=measured)
 
         return work
 

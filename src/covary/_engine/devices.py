@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -88,15 +88,24 @@ def available(count: int | None) -> tuple[Any, ...]:
     return tuple(everything[: count or len(everything)])
 
 
-_SENT: weakref.WeakKeyDictionary[Problem, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+class Sent(NamedTuple):
+    """The arrays of a problem on the devices."""
+
+    examples: Any  # None where data is streamed
+    tested_on: Any  # the test set, else the training examples
+    frozen: Any  # parameters that are not trained
 
 
-def on_devices(problem: Problem, place: Place) -> tuple[Any, Any]:
-    """A problem's training examples, and the examples for metrics (the test set, else the training data), sent to the
-    devices once. With streamed data the first, and without a test set also the second, is None."""
-    sent = _SENT.get(problem)
-    if sent is None or sent[0] != place.devices:
+_SENT: weakref.WeakKeyDictionary[Problem, tuple[Any, Sent]] = weakref.WeakKeyDictionary()
+
+
+def on_devices(problem: Problem, place: Place) -> Sent:
+    """A problem's arrays, sent to the devices once."""
+    devices, sent = _SENT.get(problem, (None, None))
+    if sent is None or devices != place.devices:
         _SENT.pop(problem, None)  # only one copy: data can be large
         examples = None if problem.data.streamed else lay_out(place, problem.data.on_device)
-        _SENT[problem] = (place.devices, examples, examples if problem.test is None else lay_out(place, problem.test))
-    return _SENT[problem][1:]
+        tested_on = examples if problem.test is None else lay_out(place, problem.test)
+        sent = Sent(examples, tested_on, None if problem.frozen is None else lay_out(place, problem.frozen))
+        _SENT[problem] = (place.devices, sent)
+    return sent

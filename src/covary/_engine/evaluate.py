@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from covary._engine.devices import AXIS, Place
-from covary._engine.local import loss_at
+from covary._engine.local import in_parts, loss_at
+from covary._engine.memory import rows_that_fit, value_of
+from covary.model_functions import ModelFunction
+from covary.problem import Problem
 
-EVALUATED_AT_ONCE = 16_384  # training examples whose loss is computed at once
+MOST_AT_ONCE = 16_384  # examples, however small they are
 
 
 @dataclass(frozen=True)
@@ -20,45 +23,93 @@ class Evaluation:
     """What to measure on a model."""
 
     names: tuple[str, ...]  # "loss" and the metrics, or the metrics alone
-    loss: Callable[[Any, Any], Any]
-    metrics: Callable[[Any, Any], dict[str, Any]] | None
+    loss: ModelFunction  # without its frozen parameters, until it is called
+    metrics: ModelFunction | None
     unravel: Callable[[Any], Any]
+    at_once: int  # most examples whose loss is measured in one go
+    tested_at_once: int  # the same for metrics
     divisible: bool  # the loss over all data is the mean of the losses of its parts
+    means: frozenset[str]  # the metrics that return one number per example
+
+    def holding(self, frozen: Any = None, buffers: Any = None) -> Evaluation:
+        """The same with frozen parameters and buffers, or with neither."""
+        metrics = None if self.metrics is None else self.metrics.holding(frozen, buffers)
+        return replace(self, loss=self.loss.holding(frozen, buffers), metrics=metrics)
+
+
+def evaluation_of(
+    problem: Problem, names: tuple[str, ...], unravel: Callable[[Any], Any], copies: int = 1
+) -> Evaluation:
+    """What is measured of a problem's model; `copies` models are measured side by side."""
+    tested_on = problem.data.examples if problem.test is None else problem.test
+    n, n_tested = problem.data.n_examples, len(jax.tree.leaves(tested_on)[0])
+    at_once, tested_at_once = min(n, MOST_AT_ONCE), n_tested
+    at_once = rows_that_fit(value_of(problem.loss.holding()), problem, at_once, copies)
+    if problem.metrics is not None:
+        tested_at_once = rows_that_fit(value_of(problem.metrics.holding()), problem, n_tested, copies)
+    return Evaluation(
+        names,
+        problem.loss.holding(),
+        None if problem.metrics is None else problem.metrics.holding(),
+        unravel,
+        at_once,
+        tested_at_once,
+        not problem.mixes_examples,
+        problem.means,
+    )
 
 
 def measure(
-    evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any
+    evaluation: Evaluation, place: Place, x: Any, examples: Any, example_weights: Any, tested_on: Any, held: Any
 ) -> dict[str, Any]:
     """f on `examples`, and the metrics on `tested_on`."""
     values = {}
-    params = evaluation.unravel(x)
+    evaluation, params = evaluation.holding(*held), evaluation.unravel(x)
     if "loss" in evaluation.names:
         values["loss"] = training_loss(evaluation, place, params, examples, example_weights)
-    metrics = evaluation.metrics
-    if metrics is not None and tested_on is not None:
-        values |= by_first_device(place, lambda: metrics(params, tested_on))
+    if evaluation.metrics is not None and tested_on is not None:
+        values |= by_first_device(place, lambda: tested(evaluation, params, tested_on))
     return {name: jnp.asarray(value, x.dtype) for name, value in values.items()}
 
 
 def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: Any, weights: Any) -> Any:
     """f, the loss over all examples, computed in parts that fit into memory and divided among the devices."""
-    devices = len(place.devices)
-    n = len(jax.tree.leaves(examples)[0])
-    parts = -(-n // (devices * EVALUATED_AT_ONCE))  # of each device
-    size = n // (devices * parts)
 
-    def part(first: Any, count: int) -> Any:
-        rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (examples, weights))
-        value = loss_at(evaluation.loss, params, *rows)
-        return value * (count / n) if weights is None else value
+    def of(rows: Any, weights: Any) -> Any:
+        return loss_at(evaluation.loss, params, rows, weights)
 
-    if devices == parts == 1 or size == 0 or not evaluation.divisible:
-        return loss_at(evaluation.loss, params, examples, weights)
-    mine = jax.lax.axis_index(AXIS) * parts if devices > 1 else 0
-    here = jnp.sum(jax.lax.map(lambda k: part((mine + k) * size, size), jnp.arange(parts)))
-    whole = here if devices == 1 else jax.lax.psum(here, AXIS)
-    rest = n - devices * parts * size
-    return whole + part(n - rest, rest) if rest else whole
+    n, devices = len(jax.tree.leaves(examples)[0]), len(place.devices)
+    if not evaluation.divisible and n <= evaluation.at_once:
+        return of(examples, weights)
+    share = n // devices
+    if devices == 1 or share == 0:
+        return in_parts(of, examples, weights, evaluation.at_once)
+    first = jax.lax.axis_index(AXIS) * share
+    whole = jax.lax.psum(in_parts(of, examples, weights, evaluation.at_once, (first, share)), AXIS)
+    rest = n - devices * share
+    return whole + in_parts(of, examples, weights, evaluation.at_once, (n - rest, rest)) if rest else whole
+
+
+def tested(evaluation: Evaluation, params: Any, tested_on: Any) -> dict[str, Any]:
+    """The metrics: means of one number per example in parts that fit into memory, others on all examples at once."""
+    metrics, means = evaluation.metrics, evaluation.means
+    assert metrics is not None
+    n = len(jax.tree.leaves(tested_on)[0])
+    if n <= evaluation.tested_at_once or not means:
+        return averaged(metrics(params, tested_on))
+
+    def sums(rows: Any, _: Any) -> dict[str, Any]:
+        values = metrics(params, rows)
+        return {name: jnp.sum(values[name], dtype=jnp.promote_types(values[name].dtype, jnp.float32)) for name in means}
+
+    in_sum = in_parts(sums, tested_on, jnp.ones(n, bool), evaluation.tested_at_once)  # parts are added as they are
+    others = {name: value for name, value in metrics(params, tested_on).items() if name not in means}
+    return {name: total / n for name, total in in_sum.items()} | others
+
+
+def averaged(values: dict[str, Any]) -> dict[str, Any]:
+    """Metrics with the mean of those that have one number per example."""
+    return {name: jnp.mean(value) if jnp.ndim(value) else value for name, value in values.items()}
 
 
 def by_first_device(place: Place, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,9 @@ from covary._engine.plan import Layout, LocalPlan, batch_bounds
 from covary._engine.vectors import Form
 from covary.algorithm import Exchange
 from covary.client import Guard, client_work, dry_work
+from covary.model_functions import ModelFunction
+
+NOISE = np.uint32(2**31)  # for what a loss draws; the numbers of epochs, for their orders, are smaller
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,20 @@ class LocalProgram:
     """All that a client's compiled work depends on besides the exchange and the shapes of its arguments."""
 
     plan: LocalPlan
-    loss: Callable[[Any, Any], Any]
+    loss: ModelFunction  # without its frozen parameters, until it is called
     unravel: Callable[[Any], Any]
     precision: str | None = None  # of the matrix products, where it is not the model's own
+    at_once: int | None = None  # most examples whose gradient is computed in one go; None: any number
+
+    def products(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of matrix products inside."""
+        if self.precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision("BF16_BF16_F32")
+
+    def holding(self, frozen: Any) -> LocalProgram:
+        """The same with frozen parameters."""
+        return replace(self, loss=self.loss.holding(frozen))
 
 
 def work_of_client(
@@ -49,7 +63,7 @@ def work_of_client(
         client: the client's state.
         fetch: positions in the client's data -> those examples.
         layout: this client's steps and batches.
-        key: of this round, exchange and client; it decides the batches.
+        key: of this round, exchange and client; it decides the batches, and what a loss draws at random.
         measured: whether to measure the drift.
         guard: applied to a change before it leaves the client.
     """
@@ -63,19 +77,23 @@ def work_of_client(
     form = Form(program.unravel, down.x)
     if guard is not None or not _arithmetic_only(exchange, form, down, client):
         form = form.as_one()
-    full_grad = gradient(program, form, own, everything < layout.size if plan.ragged_sizes else None)
+    noise = jax.random.fold_in(key, NOISE)
+
+    def grad_of_all(draw: Any) -> Callable[[Any], Any]:
+        inside = everything < layout.size if plan.ragged_sizes else None
+        return gradient(program, form, own, inside, jax.random.fold_in(noise, draw))
 
     def grad_of_step(k: Any) -> Callable[[Any], Any]:
         if plan.batching == "full":
-            return full_grad
+            return grad_of_all(k + 1)
         low, high = batch_bounds(plan.batching, layout.batch, layout.per_epoch, layout.size, k)
         places = low + jnp.arange(plan.max_batch)  # (max_batch,)
         inside = places < high
         rows = fetch(order[k // layout.per_epoch, jnp.minimum(places, layout.size - 1)])  # (max_batch, ...)
-        return gradient(program, form, rows, inside if plan.ragged_batches else None)
+        return gradient(program, form, rows, inside if plan.ragged_batches else None, jax.random.fold_in(noise, k + 1))
 
     K = plan.max_steps if plan.steps is not None else layout.steps
-    given = (exchange, form.split(down), form.split(client), full_grad, grad_of_step, K, plan.max_steps)
+    given = (exchange, form.split(down), form.split(client), grad_of_all(0), grad_of_step, K, plan.max_steps)
     up, new, drift = client_work(*given, measured=measured, guard=guard)
     return form.join(up), like(form.join(new), client), drift
 
@@ -117,27 +135,106 @@ def _order(key: Any, numbers: Any, size: int) -> Any:
     return shuffle(folded(jax.random.wrap_key_data(key), *each), size, size)
 
 
-def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any) -> Callable[[Any], Any]:
-    """y -> the gradient of the mean loss over the batch, or over those of its rows that are inside."""
+def key_of_step(seed: int, r: int, exchange: int, i: int, k: int) -> Any:
+    """The key of client i's step k = 1, 2, ...; 0 is that of the gradients over all its data."""
+    return folded(jax.random.key(seed), r, exchange, i, NOISE, k)
+
+
+def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any, key: Any) -> Callable[[Any], Any]:
+    """y -> the gradient of the mean loss over the batch, or over those of its rows that are inside.
+
+    The key is for a loss that draws random numbers.
+    """
+    if program.loss.to_buffers is not None:
+        return GradientWithBuffers(program, form, batch, key)
     weights = None if inside is None else inside / inside.sum()
+    numbers = jnp.arange(len(jax.tree.leaves(batch)[0]))
 
     def slope(y: Any) -> Any:
-        products = contextlib.nullcontext()
-        if program.precision is not None:
-            products = jax.default_matmul_precision("BF16_BF16_F32")
-        with products:
-            return jax.grad(lambda y: loss_at(program.loss, form.params(y), batch, weights))(y)
+        def of(rows: Any, weights: Any) -> Any:
+            rows, numbers = rows
+            keys = keys_of_examples(key, numbers) if program.loss.draws else None
+            return jax.grad(lambda y: loss_at(program.loss, form.params(y), rows, weights, keys))(y)
+
+        with program.products():
+            return in_parts(of, (batch, numbers), weights, program.at_once)
 
     return slope
 
 
-def loss_at(loss: Callable[[Any, Any], Any], params: Any, batch: Any, weights: Any) -> Any:
-    """The loss of a batch, or the weighted sum of its examples' losses."""
-    if weights is None:
+class GradientWithBuffers:
+    """The same for a model with buffers, which every call with a step's gradient changes: `at(buffers)(y)`, and then
+    `buffers`. A batch is never divided, as its examples depend on each other."""
+
+    def __init__(self, program: LocalProgram, form: Form, batch: Any, key: Any, buffers: Any = None):
+        self.program, self.form, self.batch, self.key, self.buffers = program, form, batch, key, buffers
+
+    def at(self, buffers: Any) -> GradientWithBuffers:
+        return GradientWithBuffers(self.program, self.form, self.batch, self.key, buffers)
+
+    def __call__(self, y: Any) -> Any:
+        old = self.form.join(self.buffers)  # as a vector of the model's length would be in blocks
+
+        def of(y: Any) -> Any:
+            return self.program.loss.stepping(self.form.params(y), self.batch, self.key, old)
+
+        with self.program.products():
+            slope, new = jax.grad(of, has_aux=True)(y)
+        self.buffers = self.form.split(new)
+        return slope
+
+
+def keys_of_examples(key: Any, numbers: Any) -> Any:
+    """A key for each example of a batch, so that what is drawn does not depend on how the batch is divided."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+
+
+def in_parts(
+    of: Callable[[Any, Any], Any], batch: Any, weights: Any, at_once: int | None, span: tuple[Any, int] | None = None
+) -> Any:
+    """`of(batch, weights)`, a mean over a batch's examples or their weighted sum, from so many examples at a time.
+
+    With a span (first, count), what these examples contribute to it.
+
+    >>> def mean(batch, weights):
+    ...     return jnp.mean(batch) if weights is None else weights @ batch
+    >>> float(in_parts(mean, jnp.arange(10.0), None, at_once=4))
+    4.5
+    >>> float(in_parts(mean, jnp.arange(10.0), None, at_once=4, span=(5, 5)))  # 35 / 10
+    3.5
+    """
+    n = len(jax.tree.leaves(batch)[0])
+    begin, length = span or (0, n)
+    if span is None and (at_once is None or n <= at_once):
+        return of(batch, weights)
+    least = -(-length // (at_once or n))
+    parts = next((k for k in range(least, 2 * least) if length % k == 0), least)  # equal ones are one program
+    size = length // parts
+
+    def part(first: Any, count: int) -> Any:
+        rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (batch, weights))
+        value = of(*rows)
+        return value if weights is not None else jax.tree.map(lambda v: v * (count / n), value)
+
+    def add(total: Any, k: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, part(begin + k * size, size)), None
+
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: part(0, size)))
+    total, _ = jax.lax.scan(add, zero, jnp.arange(parts))
+    rest = length - parts * size
+    return jax.tree.map(jnp.add, total, part(begin + length - rest, rest)) if rest else total
+
+
+def loss_at(loss: ModelFunction, params: Any, batch: Any, weights: Any, keys: Any = None) -> Any:
+    """The loss of a batch, or the weighted sum of its examples' losses; each example draws with its own key."""
+    if weights is None and keys is None:
         return loss(params, batch)
-    # (rows of the batch,)
-    each = jax.vmap(lambda example: loss(params, jax.tree.map(lambda leaf: leaf[None], example)))(batch)
-    return weights.astype(each.dtype) @ each
+
+    def of_one(example: Any, key: Any) -> Any:
+        return loss(params, jax.tree.map(lambda leaf: leaf[None], example), key)
+
+    each = jax.vmap(of_one)(batch, keys)  # (rows of the batch,)
+    return jnp.mean(each) if weights is None else weights.astype(each.dtype) @ each
 
 
 def like(new: Any, old: Any) -> Any:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from covary._engine.buffers import carrying
 from covary._engine.devices import AXIS, lay_out, on_devices
-from covary._engine.evaluate import Evaluation
+from covary._engine.evaluate import evaluation_of
 from covary._engine.local import LocalProgram
+from covary._engine.memory import fitted
 from covary._engine.place import choose_place
 from covary._engine.plan import Layout, Plan, plan_rounds
 from covary._engine.program import NEVER, Accounts, Control, Program, Roster, State, TargetAt, World
@@ -60,10 +62,12 @@ def prepare(
     resumable: bool = False,
     devices: int | None = None,
     width: int | None = None,
+    microbatch: int | None = None,
     members: int = 1,
 ) -> Job:
     """Check a request against its problem, and lay out what the engine needs. Nothing of the run is compiled yet."""
     reject_others(algorithm, problem)
+    algorithm = with_model(algorithm, problem)
     plan, layout, p = plan_rounds(training, algorithm, problem.data.sizes)
     visits = _warm_start_cohorts(algorithm, plan, training.rounds) if training.warm_start else []
 
@@ -87,9 +91,10 @@ def prepare(
 
     # What is compiled, and where it runs
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed, resumable)
-    local = LocalProgram(plan.local, problem.loss, unravel, _supported(training.precision))
-    place = choose_place(plan, local, algorithm, starts[0], problem.data, devices, width, members)
-    evaluation = Evaluation(in_program, problem.loss, problem.metrics, unravel, not problem.mixes_examples)
+    local = LocalProgram(plan.local, problem.loss.holding(), unravel, _supported(training.precision))
+    place = choose_place(plan, local, algorithm, starts[0], problem, devices, width, members)
+    local = fitted(local, problem, place.width * members, microbatch)
+    evaluation = evaluation_of(problem, in_program, unravel, members)
     program = Program(
         recipe=algorithm.recipe or algorithm,
         plan=plan,
@@ -112,8 +117,8 @@ def prepare(
     rest: Any = (example_weights, roster, ends, np.asarray(training.decay))
     if program.resident:
         rest = lay_out(place, rest)
-    examples, tested_on = on_devices(problem, place)
-    world = World(examples, tested_on if problem.metrics is not None else None, *rest)
+    examples, tested_on, frozen = on_devices(problem, place)
+    world = World(examples, tested_on if problem.metrics is not None else None, frozen, *rest)
     return Job(algorithm, problem, training, plan, layout, p, program, world, starts, visits, where, passes, target)
 
 
@@ -125,6 +130,11 @@ def reject_others(algorithm: Any, problem: Any) -> None:
         )
     if not isinstance(problem, Problem):
         raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
+
+
+def with_model(algorithm: Algorithm, problem: Problem) -> Algorithm:
+    """The algorithm for a model: with its buffers, if it has any."""
+    return algorithm if problem.buffers is None else carrying(algorithm, problem.buffers)
 
 
 def _reject_numbers_beyond(algorithm: Algorithm, dtype: np.dtype[Any]) -> None:

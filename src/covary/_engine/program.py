@@ -52,6 +52,7 @@ class World(NamedTuple):
 
     examples: Any  # (n, ...), or (slots, max_size, ...) of a cohort where data is streamed
     tested_on: Any  # what metrics are measured on
+    frozen: Any  # the model's parameters that are not trained, by path; None where all are
     example_weights: Any  # (n,): of each example in f, or None where they are all the same
     roster: Roster
     target: TargetAt

@@ -24,16 +24,18 @@ class Resident(Simulation):
         self.pace = Pace()
 
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
-        job, program, numbers = self.job, self.job.program, dict(self.algorithm.numbers)
+        job, numbers = self.job, dict(self.algorithm.numbers)
         while self.done < until and not self.ended and not interrupted():
             before = self.done
             if before < len(job.visits):
-                cohort, warm = job.visits[before], compiled_warm_start(program)
-                self.state, record = warm(numbers, self.state, self.key, before + 1, cohort, job.world)
+                cohort = job.visits[before]
+                given = (numbers, self.state, self.key, before + 1, cohort, job.world)
+                self.state, record = self.in_memory(lambda program, given=given: compiled_warm_start(program)(*given))
                 self.history.add(one_row(record, cohort, job.plan), self.done - before, *self.traffic[True])
                 continue
             end = min(until, before + self.pace.rounds())
-            self.state, rows = compiled(program)(numbers, self.state, self.key, end, self.rounds, job.world)
+            given = (numbers, self.state, self.key, end, self.rounds, job.world)
+            self.state, rows = self.in_memory(lambda program, given=given: compiled(program)(*given))
             rows, after = jax.device_get((rows, self.state.control.round))  # together, because each copy blocks
             self.history.add(rows, int(after) - before, *self.traffic[False])
             if self.watch.due:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from covary import targets
+from covary._engine.buffers import buffers_of
 from covary._engine.cohort import Cohort, bound_to_data, cohort_key, exchange_all, put, sample, take
 from covary._engine.devices import AXIS, sharded
 from covary._engine.evaluate import measure
@@ -269,7 +270,8 @@ def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
     """f and the metrics at x, and at the average where one is kept."""
 
     def at(x: Any) -> dict[str, Any]:
-        given = (world.examples, world.example_weights, world.tested_on)
+        held = world.frozen, buffers_of(state.server)
+        given = (world.examples, world.example_weights, world.tested_on, held)
         return measure(program.evaluation, program.place, x, *given)
 
     values = at(state.server[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from covary._engine.history import History, Log, traffic_by_kind
 from covary._engine.invariant import Watch
 from covary._engine.plan import Plan
 from covary._engine.prepare import CHUNK, Job
-from covary._engine.program import State
+from covary._engine.program import Program, State
 from covary.runs.files import Damaged
 
 
@@ -59,6 +60,22 @@ class Simulation(ABC):
         """The state without the clients', in NumPy."""
         return to_host(self.state._replace(clients=None))
 
+    def in_memory(self, rounds: Callable[[Program], Any]) -> Any:
+        """What some rounds return. If the device runs out of memory, they are run again with fewer examples at once."""
+        while True:
+            try:
+                return jax.block_until_ready(rounds(self.job.program))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                less = in_less_memory(self.job)
+                if less is None or any(
+                    leaf.is_deleted() for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)
+                ):
+                    error.add_note("The device is out of memory. Try width=1, microbatch=1 or a smaller batch_size.")
+                    raise
+                self.job = less
+
     # For checkpoints
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -88,6 +105,19 @@ class Simulation(ABC):
         self.saved = self.done
         if not self.done == self.history.rounds <= self.rounds:
             raise Damaged("A checkpoint's round number does not match its history. Start a run in another folder.")
+
+
+def in_less_memory(job: Job) -> Job | None:
+    """The job with half as many examples at once, in gradients and in measurements; None if there is no less."""
+    program, evaluation = job.program, job.program.evaluation
+    size, whole = program.local.plan.max_size, job.problem.mixes_examples
+    steps = size if whole else min(size, program.local.at_once or size)
+    fewer = (steps if whole else steps // 2, evaluation.at_once // 2, evaluation.tested_at_once // 2)
+    if not any(fewer[1:]) and (whole or not fewer[0]):
+        return None
+    local = program.local if whole else replace(program.local, at_once=max(fewer[0], 1))
+    evaluation = replace(evaluation, at_once=max(fewer[1], 1), tested_at_once=max(fewer[2], 1))
+    return job._replace(program=replace(program, local=local, evaluation=evaluation))
 
 
 class Pace:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from covary._engine.cohort import where
 from covary._engine.devices import AXIS, lay_out
-from covary._engine.local import LocalProgram, loss_at
+from covary._engine.local import LocalProgram, in_parts, loss_at
 from covary._engine.program import Program, State, World
 from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start
 from covary.algorithm import Algorithm
@@ -147,15 +147,19 @@ def _overlay(new: Any, old: Any, at: Any) -> Any:
     return where(at >= 0, old[at], new)
 
 
-def streamed_loss(local: LocalProgram, data: StreamedData, p: np.ndarray, x: Any) -> float:
+def streamed_loss(local: LocalProgram, data: StreamedData, p: np.ndarray, x: Any, held: Any, at_once: int) -> float:
     """f at x by one pass over data that is not in memory."""
     weights = p / data.sizes
     total = 0.0
     for batch, clients in data.passes():
-        total += float(_part_of_loss(local)(x, batch, weights[clients].astype(x.dtype)))
+        total += float(_part_of_loss(local, at_once)(x, batch, weights[clients].astype(x.dtype), held))
     return total
 
 
 @functools.lru_cache(maxsize=16)
-def _part_of_loss(local: LocalProgram) -> Callable[[Any, Any, Any], Any]:
-    return jax.jit(lambda x, batch, weights: loss_at(local.loss, local.unravel(x), batch, weights))
+def _part_of_loss(local: LocalProgram, at_once: int) -> Callable[[Any, Any, Any, Any], Any]:
+    def part(x: Any, batch: Any, weights: Any, held: Any) -> Any:
+        loss, params = local.loss.holding(*held), local.unravel(x)
+        return in_parts(lambda rows, weights: loss_at(loss, params, rows, weights), batch, weights, at_once)
+
+    return jax.jit(part)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from covary._engine.buffers import buffers_of
 from covary._engine.devices import to_host
 from covary._engine.history import Log
 from covary._engine.prepare import Job, initial
@@ -68,10 +69,12 @@ class Streamed(Simulation):
         data = self.job.problem.data
         if not isinstance(data, StreamedData) or not self.job.passes or not self._due(r):
             return {}
+        program, held = self.job.program, (self.job.world.frozen, buffers_of(state.server))
+        at_once = program.evaluation.at_once
         points = {"loss": state.server[0]}
         if self.job.program.average:
             points["average_loss"] = state.accounts.average
-        return {name: streamed_loss(self.job.program.local, data, self.job.p, x) for name, x in points.items()}
+        return {name: streamed_loss(program.local, data, self.job.p, x, held, at_once) for name, x in points.items()}
 
     def _end(self, **how: np.ndarray) -> None:
         self.state = self.state._replace(control=self.state.control._replace(**how))

@@ -97,11 +97,14 @@ class Terminal:
 
 
 class Speed(ProgressColumn):
-    """Rounds per second."""
+    """Rounds per second; before the first round ends, how long it and its compilation have taken."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.3g}/s" if speed and task.fields["unit"] == "rounds" else "", style="dim")
+        if task.fields["unit"] != "rounds":
+            return Text("")
+        spent = task.elapsed or 0
+        return Text(f"{speed:,.3g}/s" if speed else f"{spent:.0f} s" if spent > 2 else "", style="dim")
 
 
 class Bar:

@@ -14,9 +14,11 @@ import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
+from covary._engine.buffers import Down, with_buffers
 from covary._engine.devices import Place, on_devices
-from covary._engine.evaluate import Evaluation, measure
+from covary._engine.evaluate import evaluation_of, measure
 from covary._engine.local import LocalProgram, folded, work_of_client
+from covary._engine.memory import fitted
 from covary._engine.plan import Layout, LocalPlan, batches_of, plan_local_work
 from covary.algorithm import Algorithm, rebuild
 from covary.client import Guard
@@ -25,6 +27,7 @@ from covary.flower.fingerprint import form_of_params
 from covary.flower.limits import Limits, smallest_batch_of
 from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, checked_privacy
 from covary.flower.task import Which, Work
+from covary.model_functions import by_path
 from covary.problem import Problem
 from covary.training import LocalWork
 
@@ -82,9 +85,9 @@ class JaxNode:
         self.problem = problem
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
-        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)))
+        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)), problem.frozen)
         self.place = Place((jax.devices()[0],), width=1)
-        self.buffers: dict[str, np.ndarray] = {}
+        self.buffers: dict[str, np.ndarray] = by_path(problem.buffers_of(problem.buffers))
 
     def steps(self, training: dict[str, Any]) -> int:
         return self._plan(training)[0].max_steps
@@ -101,21 +104,32 @@ class JaxNode:
         self, work: Work, down: Any, client: Any, buffers: Any, privacy: Privacy
     ) -> tuple[Any, Any, dict[str, np.ndarray], float]:
         plan, layout = self._plan(work.training)
-        program = LocalProgram(plan, self.problem.loss, self.unravel)
+        program = fitted(LocalProgram(plan, self.problem.loss.holding(), self.unravel), self.problem)
         run = _compiled_work(program, work.algorithm.recipe or work.algorithm, layout, work.which, privacy)
         noise = np.array([secrets.randbits(32), secrets.randbits(32)], np.uint32)  # a secret of this node
         seed = np.asarray(jax.random.key_data(jax.random.key(work.draw.seed)))
-        examples, _ = on_devices(self.problem, self.place)
-        done = run(dict(work.algorithm.numbers), down, client, (seed, *work.draw[1:]), noise, examples)
+        examples, _, frozen = on_devices(self.problem, self.place)
+        if buffers:
+            down = Down(down, self._vector(buffers))
+        draw = (seed, *work.draw[1:])
+        done = run(dict(work.algorithm.numbers), down, client, draw, noise, examples, frozen)
         up, client, drift = jax.tree.map(np.asarray, done)
+        if buffers:
+            up, vector = up
+            buffers = by_path(self.problem.buffers_of(vector))
         return up, client, buffers, float(drift)
+
+    def _vector(self, buffers: dict[str, np.ndarray]) -> np.ndarray:
+        """Buffers in the order of the model's own, as a vector of the model's type."""
+        return np.concatenate([np.ravel(buffers[name]) for name in self.buffers]).astype(self.x.dtype)
 
     def evaluate(self, x: np.ndarray, buffers: Any) -> tuple[dict[str, float], int]:
         problem = self.problem
         names = ("loss", *problem.metric_names)
-        evaluation = Evaluation(names, problem.loss, problem.metrics, self.unravel, not problem.mixes_examples)
-        examples, tested_on = on_devices(problem, self.place)
-        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on)
+        evaluation = evaluation_of(problem, names, self.unravel)
+        examples, tested_on, frozen = on_devices(problem, self.place)
+        held = frozen, self._vector(buffers) if buffers else None
+        values = _compiled_measure(evaluation, self.place, x, examples, None, tested_on, held)
         tested = self.size if problem.test is None else len(jax.tree.leaves(problem.test)[0])
         return {name: float(value) for name, value in values.items()}, tested
 
@@ -127,10 +141,12 @@ _compiled_measure = jax.jit(measure, static_argnums=(0, 1))
 def _compiled_work(
     program: LocalProgram, recipe: Any, layout: Layout, which: Which, privacy: Privacy
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """`(numbers, down, client, draw, noise, examples) -> up, client, drift`: a node's part of an exchange, compiled."""
+    """`(numbers, down, client, draw, noise, examples, frozen) -> up, client, drift`: a node's work, compiled."""
 
-    def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any) -> Any:
+    def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any, frozen: Any) -> Any:
         exchange = which.of(rebuild(recipe, numbers))
+        if program.loss.to_buffers is not None:
+            exchange = with_buffers(exchange)
         seed, r, number, i = draw
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
 
@@ -138,7 +154,7 @@ def _compiled_work(
             return jax.tree.map(lambda leaf: leaf.at[positions].get(mode="promise_in_bounds"), examples)
 
         client_key = folded(jax.random.wrap_key_data(seed), r, number, i)
-        return work_of_client(program, exchange, down, client, fetch, layout, client_key, guard=guard)
+        return work_of_client(program.holding(frozen), exchange, down, client, fetch, layout, client_key, guard=guard)
 
     return jax.jit(work)
 

@@ -6,10 +6,12 @@ import hashlib
 from typing import Any
 
 import jax
+import numpy as np
 
 
-def form_of_params(params: Any) -> str:
-    """A fingerprint of params: the names, shapes and types of the arrays, in their order in the flat vector.
+def form_of_params(params: Any, frozen: dict[str, Any] | None = None) -> str:
+    """A fingerprint of params: the names, shapes and types of the arrays, in their order in the flat vector. Of frozen
+    parameters, the numbers count too.
 
     >>> import numpy as np
     >>> form_of_params({"w": np.zeros(2)}) == form_of_params({"w": np.ones(2)})
@@ -19,4 +21,7 @@ def form_of_params(params: Any) -> str:
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     forms = [(jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves]
-    return hashlib.sha256(repr(forms).encode()).hexdigest()
+    digest = hashlib.sha256(repr(forms).encode())
+    for name, array in (frozen or {}).items():
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

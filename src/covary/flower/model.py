@@ -12,6 +12,9 @@ from jax.flatten_util import ravel_pytree
 
 from covary.errors import InvalidInput, refused
 from covary.flower.fingerprint import form_of_params
+from covary.flower.start import buffers_of_model
+from covary.model_functions import by_path
+from covary.problem import Problem
 from covary.runs.files import File
 
 
@@ -20,7 +23,8 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
 
     Args:
         model: what `server_app` was given: a PyTorch module, which gets the parameters and the averaged buffers and is
-            returned; or a covary model or params, for which params are returned.
+            returned; or a covary model, problem or params, for which params are returned, and for a model with buffers
+            a pair of params and buffers.
         checkpoint: the server's folder.
 
     >>> import covary as cv
@@ -46,8 +50,12 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
         same(form_of_module(model))
         load_buffers(model, {k.removeprefix("buffers."): v for k, v in arrays.items() if k.startswith("buffers.")})
         return load_parameters(model, x)
+    own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     params = model.init(jax.random.key(0)) if hasattr(model, "init") else model
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), params)
-    same(form_of_params(params))
+    same(form_of_params(params, frozen))
     _, unravel = ravel_pytree(params)
-    return jax.tree.map(np.asarray, unravel(jnp.asarray(x)))
+    params = jax.tree.map(np.asarray, unravel(jnp.asarray(x)))
+    if own is None:
+        return params
+    return params, jax.tree.unflatten(jax.tree.structure(own), [arrays[f"buffers.{name}"] for name in by_path(own)])

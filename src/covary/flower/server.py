@@ -149,6 +149,7 @@ class Server:
             history=columns(self.record.rows),
             reached=round if reached else None,
             diverged=round + 1 if diverged else None,
+            buffers=self.deployment.start.tree(self.deployment.buffers),
         )
 
     def _finish(self, online: dict[str, int] | None) -> bool:

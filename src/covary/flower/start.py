@@ -15,6 +15,8 @@ from covary.algorithm import Algorithm
 from covary.errors import refused
 from covary.flower.fingerprint import form_of_params
 from covary.flower.merge import Arrays
+from covary.model_functions import by_path
+from covary.problem import Problem
 
 
 class Start(NamedTuple):
@@ -24,6 +26,7 @@ class Start(NamedTuple):
     buffers: Arrays
     form: str  # the model's fingerprint
     unravel: Callable[[Any], Any]  # from x to the model's own form
+    tree: Callable[[Arrays], Any]  # from buffers by name to the model's own form
 
     @property
     def about(self) -> str:
@@ -37,7 +40,8 @@ def start_of(model: Any, seed: int) -> Start:
     if hasattr(model, "named_parameters"):
         from covary.flower.torch import flat_parameters, float_buffers, form_of_module
 
-        return Start(flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x)
+        return Start(flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x, dict)
+    own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     if hasattr(model, "init"):
         model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), model)  # in the types that JAX is set to
@@ -46,7 +50,23 @@ def start_of(model: Any, seed: int) -> Start:
     if x.dtype.kind != "f" or not x.size or not np.isfinite(x).all():
         came = f"{x.size} numbers of {x.dtype}"
         raise refused("model", "a model, a PyTorch module or finite parameters", came, "Try covary.models.")
-    return Start(x, {}, form_of_params(params), lambda x: jax.tree.map(np.asarray, unravel(x)))
+    buffers, tree = by_path(own), jax.tree.structure(own)
+    return Start(
+        x,
+        buffers,
+        form_of_params(params, frozen),
+        lambda x: jax.tree.map(np.asarray, unravel(x)),
+        lambda found: jax.tree.unflatten(tree, [found[name] for name in buffers]) if buffers else None,
+    )
+
+
+def buffers_of_model(model: Any) -> Any:
+    """The buffers of a JAX model at the start, in its own form; None if it has none."""
+    if isinstance(model, Problem):
+        return model.buffers_of(model.buffers)
+    if hasattr(model, "init_buffers"):
+        return jax.tree.map(np.asarray, jax.jit(model.init_buffers)(jax.random.key(0)))
+    return None
 
 
 def built(build: Callable[[], Any], seed: int) -> Any:

@@ -69,7 +69,7 @@ class Oracle:
             raise refused("params", "float32 or float64", str(self.start.dtype), fix)
         self.rng = np.random.default_rng(seed)
         self.cost = 0  # gradients of one example's loss so far; a Hessian-vector product counts two
-        self.examples = problem.data.on_device
+        self.examples = problem.data.on_device, jax.device_put(problem.held)
         self._product = self._hessian_product()
         self.compiled = _Compiled(
             *(jax.jit(getattr(self, f"_{name}")) for name in _Compiled._fields)  # freed with this object
@@ -167,8 +167,10 @@ class Oracle:
 
     def _loss(self, examples: Any, rows: Any, share: Any) -> Callable[[Any], Any]:
         """y -> the loss of one part."""
+        examples, held = examples
         batch = jax.tree.map(lambda leaf: leaf[rows], examples)
-        return lambda y: loss_at(self.problem.loss, self.unravel(y), batch, share)
+        loss = self.problem.loss.holding(*held)
+        return lambda y: loss_at(loss, self.unravel(y), batch, share)
 
     def _summed(self, function: Callable[[Any], Any], examples: Any, parts: Any, i: Any, like: Any) -> Any:
         """The sum of `function` over the losses of the parts of function i."""
