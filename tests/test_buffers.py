@@ -1,6 +1,8 @@
 """A model's buffers: changed by local steps, averaged over the cohort, read by the metrics, never corrected."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import covary as cv
+from covary._engine import memory
 from covary._engine.local import key_of_step, order_of_epoch
 from covary.errors import InvalidInput
 
@@ -109,6 +112,54 @@ def test_metrics_read_the_buffers_and_the_state_is_the_algorithms_own(algorithm)
         np.testing.assert_allclose(getattr(run.server, c), getattr(run.clients, c_i).mean(axis=0), atol=1e-12)
 
 
+class Counting(Network):
+    """Its buffer counts how often it was changed."""
+
+    def init_buffers(self, key):
+        return {"count": jnp.zeros((), jnp.float32)}
+
+    def loss(self, params, batch, *, buffers):
+        value = jnp.mean((batch[0] @ params["w"] @ params["v"] - batch[1]) ** 2) + 0 * buffers["count"]
+        return value, {"count": buffers["count"] + 1}
+
+    metrics = None
+
+
+@pytest.mark.parametrize(("algorithm", "changes"), [(cv.fedavg(0.01), 3), (cv.mime(0.01), 3), (cv.sgd(0.01), 1)])
+def test_every_step_changes_buffers_once(algorithm, changes):
+    run = cv.simulate(algorithm, problem(Counting()), 2, local_steps=3, batch_size=4)
+    assert run.buffers["count"] == 2 * changes
+    assert run.buffers["count"].dtype == np.float32
+
+
+def test_the_loss_is_measured_on_all_examples_at_once_however_many(monkeypatch):
+    losses = []
+    for available in (2**40, 2**12):
+        monkeypatch.setattr(memory, "device_memory", lambda available=available: available)
+        losses.append(cv.simulate(cv.fedavg(0.05), problem(), 2, local_steps=2, batch_size=4).history["loss"])
+    np.testing.assert_array_equal(losses[0], losses[1])
+
+
+def test_an_algorithms_own_names_do_not_matter():
+    class Server(NamedTuple):
+        x: object
+        own: object
+        buffers: object
+
+    plain = cv.fedavg(0.05)
+    (exchange,) = plain.exchanges
+
+    def aggregate(server, mean, fraction):
+        return server._replace(x=exchange.aggregate(server, mean, fraction).x)
+
+    own = (replace(exchange, aggregate=aggregate),)
+    named = replace(plain, init_server=lambda x: Server(x, 0 * x, 0 * x), exchanges=own, recipe=None)
+    for model in (Network(), Fixed()):
+        runs = [cv.simulate(algorithm, problem(model), 2, local_steps=2) for algorithm in (plain, named)]
+        np.testing.assert_allclose(runs[1].x, runs[0].x, rtol=1e-12)
+        assert runs[1].server._fields == ("x", "own", "buffers")
+
+
 def test_buffers_travel_and_count():
     sizes = [cv.simulate(cv.fedavg(0.05), problem(model), 1).history["bytes_up"][0] for model in (Network(), Fixed())]
     assert sizes[0] - sizes[1] == N * 8 * 8  # clients, numbers, bytes of a float64
@@ -179,6 +230,10 @@ def as_model(**functions):
         ({"init_buffers": lambda key: {"count": jnp.zeros(1, int)}}, r"buffers\['count'\] must be real numbers"),
         ({"init_buffers": lambda key: {"mean": jnp.full(4, jnp.nan), "var": jnp.ones(4)}}, "must be finite"),
         ({"init_buffers": lambda key: {}}, "a tree with at least one array"),
+        (
+            {"init_buffers": lambda key: {"mean": jnp.zeros(4, "bfloat16")}},
+            "float32 or float64; got dtype bfloat16",
+        ),
         ({"loss": lambda params, batch, *, buffers: jnp.zeros(())}, "must be .value, buffers."),
         ({"loss": lambda params, batch, *, buffers: (0.0 * params["v"].sum(), buffers["mean"])}, "in the form of"),
         (
@@ -197,5 +252,5 @@ def test_where_buffers_are_not_carried_they_are_rejected_by_name():
         cv.simulate(cv.fedavg(0.1), problem(), 1, debug=True)
     with pytest.raises(InvalidInput, match="microbatch must be None"):
         cv.simulate(cv.fedavg(0.1), problem(), 1, microbatch=2)
-    with pytest.raises(InvalidInput, match="batches differ in size"):
+    with pytest.raises(InvalidInput, match="batches of one size"):
         cv.simulate(cv.fedavg(0.1), problem(), 1, batch_size=5)

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from covary.errors import CovaryError, refused
 
@@ -67,7 +66,8 @@ class ModelFunction:
     def stepping(self, params: Any, batch: Any, key: Any, buffers: Any) -> tuple[Any, Any]:
         """The loss and the new buffers, as a vector."""
         value, new = self.called(params, batch, key, buffers)
-        return value, ravel_pytree(new)[0].astype(buffers.dtype)
+        leaves = [leaf.reshape(-1).astype(buffers.dtype) for leaf in jax.tree.leaves(new)]
+        return value, jnp.concatenate(leaves)
 
     def called(self, params: Any, batch: Any, key: Any, buffers: Any) -> Any:
         more: dict[str, Any] = {"key": key} if self.draws else {}
@@ -112,6 +112,7 @@ def trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOn
         except (TypeError, ValueError, KeyError) as error:
             raise refused("trainable", allowed, f"{type(trainable).__name__} ({error})", f"Paths: {some}.") from None
         chosen = jax.tree.leaves(spread)
+    chosen = [flag.item() if isinstance(flag, np.ndarray) and not flag.ndim else flag for flag in chosen]
     for path, flag in zip(paths, chosen, strict=True):
         if not isinstance(flag, bool | np.bool_):
             raise refused("trainable", allowed, f"{flag!r} for {path!r}", f"Paths: {some}.")
@@ -129,8 +130,9 @@ def trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOn
 def check_metrics(values: Any, rows: int) -> None:
     """Reject what is not a dict of numbers, or of one number per row."""
     leaves = jax.tree.leaves(values)
-    named = isinstance(values, dict) and all(isinstance(name, str) for name in values) and len(leaves) == len(values)
-    if named and all(np.shape(leaf) in ((), (rows,)) and leaf.dtype.kind != "c" for leaf in leaves):
+    named = isinstance(values, dict) and all(isinstance(name, str) for name in values)
+    numbers = named and all(hasattr(value, "dtype") for value in values.values())
+    if numbers and all(np.shape(leaf) in ((), (rows,)) and leaf.dtype.kind != "c" for leaf in leaves):
         return
     came = described(values=values) if leaves else repr(values)
     allowed = "a dict of single numbers, or of arrays with one number per example"
@@ -151,7 +153,23 @@ def by_path(tree: Any) -> dict[str, Any]:
     return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
 
 
-def buffers_at_start(model: Any) -> tuple[np.ndarray | None, Callable[[Any], Any] | None]:
+@dataclass(frozen=True)
+class FromVector:
+    """From a vector to a model's buffers, each in its own shape and type."""
+
+    tree: Any
+    forms: tuple[tuple[tuple[int, ...], Any], ...]
+
+    def __call__(self, vector: Any) -> Any:
+        leaves, at = [], 0
+        for shape, dtype in self.forms:
+            size = int(np.prod(shape))
+            leaves.append(vector[at : at + size].reshape(shape).astype(dtype))
+            at += size
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def buffers_at_start(model: Any) -> tuple[np.ndarray | None, FromVector | None]:
     """A model's buffers at the start, as a vector, and the function back to its own form."""
     has = hasattr(model, "init_buffers")
     if has != takes(model.loss, "buffers"):
@@ -160,18 +178,21 @@ def buffers_at_start(model: Any) -> tuple[np.ndarray | None, Callable[[Any], Any
         raise refused("model", "one with both init_buffers and a loss that takes buffers, or neither", came, fix)
     if not has:
         return None, None
-    buffers = jax.tree.map(np.asarray, jax.jit(model.init_buffers)(jax.random.key(0)))
+    traced("init_buffers", model.init_buffers, jax.random.key(0))
+    buffers = jax.jit(model.init_buffers)(jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(buffers)
     if not leaves:
         raise refused("init_buffers(key)", "a tree with at least one array", repr(buffers), "Leave it out instead.")
     for path, leaf in leaves:
         name = f"buffers{jax.tree_util.keystr(path)}"
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise refused(name, "real numbers", f"dtype {leaf.dtype}", "Keep counters out of the buffers.")
+        if leaf.dtype not in (jnp.float32, jnp.float64):
+            fix = "Keep counters out of the buffers, and statistics exact."
+            raise refused(name, "real numbers in float32 or float64", f"dtype {leaf.dtype}", fix)
         if not np.isfinite(leaf).all():
             raise refused(name, "finite", "NaN or infinity in it", "Check how it is initialised.")
-    vector, to_buffers = ravel_pytree(buffers)
-    return np.asarray(vector), to_buffers
+    forms = tuple((leaf.shape, leaf.dtype) for _, leaf in leaves)
+    vector = np.concatenate([np.ravel(leaf) for _, leaf in leaves])
+    return vector, FromVector(jax.tree.structure(buffers), forms)
 
 
 def check_new_buffers(loss: ModelFunction, params: Any, batch: Any) -> None:

@@ -142,6 +142,12 @@ class Problem:
                 f"{once:.4g} to {twice:.4g}. Return jnp.mean(...), not a sum, so that gradients on batches and on all "
                 "data have the same scale."
             )
+        if one_by_one and self.buffers is not None:
+            raise InvalidInput(
+                "A model with buffers needs batches of one size, and here they differ, or data is streamed. Give every "
+                "client the same number of examples, and use a batch_size that divides it. Or use LayerNorm or "
+                "GroupNorm, which have no buffers."
+            )
         if (one_by_one or (self.loss.draws and self.buffers is None)) and self.mixes_examples:
             raise InvalidInput(
                 "loss(params, batch) must be the mean of its examples' own losses here, because batches differ in "

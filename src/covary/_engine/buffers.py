@@ -18,6 +18,8 @@ import numpy as np
 
 from covary.algorithm import Algorithm, Exchange, Gradient
 
+FIELD = "buffers_of_model"  # of the server's state
+
 
 class Down(NamedTuple):
     own: Any
@@ -55,12 +57,12 @@ def carrying(algorithm: Algorithm, start: np.ndarray) -> Algorithm:
 
 def buffers_of(server: Any) -> Any:
     """The buffers in a server's state, or None."""
-    return server.buffers if hasattr(type(server), "own") else None
+    return getattr(server, FIELD) if hasattr(type(server), "type_without_buffers") else None
 
 
 def without_buffers(server: Any) -> Any:
     """The algorithm's own part of a server's state."""
-    return type(server).own(*server[:-1]) if hasattr(type(server), "own") else server
+    return type(server).type_without_buffers(*server[:-1]) if hasattr(type(server), "type_without_buffers") else server
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class _Build:
 @functools.cache
 def _server_type(own: type) -> Any:
     """The type of a server's state with buffers."""
-    kind: Any = namedtuple("Server", (*own._fields, "buffers"))  # type: ignore[attr-defined]
-    kind.own = own
+    kind: Any = namedtuple("Server", (*own._fields, FIELD))  # type: ignore[attr-defined]
+    kind.type_without_buffers = own
     return kind
 
 
@@ -85,20 +87,28 @@ def _carrying(algorithm: Algorithm) -> Algorithm:
     equal, warm = algorithm.with_equal_steps, algorithm.warm_start
     return replace(
         algorithm,
-        exchanges=tuple(map(with_buffers, algorithm.exchanges)),
-        with_equal_steps=None if equal is None else lambda K: tuple(map(with_buffers, equal(K))),
+        exchanges=all_with_buffers(algorithm.exchanges),
+        with_equal_steps=None if equal is None else lambda K: all_with_buffers(equal(K)),
         warm_start=None if warm is None else with_buffers(warm),
     )
 
 
-def with_buffers(exchange: Exchange) -> Exchange:
+def all_with_buffers(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
+    """An algorithm's exchanges with buffers. Its steps change them or, if it has none, its first gradient does."""
+    steps = any(exchange.step is not None for exchange in exchanges)
+    return tuple(with_buffers(exchange, by_steps=steps) for exchange in exchanges)
+
+
+def with_buffers(exchange: Exchange, by_steps: bool = True) -> Exchange:
     """The exchange with buffers beside its messages."""
 
     def broadcast(server: Any) -> Down:
-        return Down(exchange.broadcast(without_buffers(server)), server.buffers)
+        return Down(exchange.broadcast(without_buffers(server)), getattr(server, FIELD))
 
     def start(down: Down, client: Any, full_grad: Gradient) -> Local:
-        return Local(exchange.start(down.own, client, _at(full_grad, down.buffers)), down.buffers)
+        bound = _at(full_grad, down.buffers)
+        own = exchange.start(down.own, client, bound)
+        return Local(own, down.buffers if by_steps else getattr(bound, "buffers", down.buffers))
 
     def step(local: Local, down: Down, client: Any, grad: Gradient) -> Local:
         assert exchange.step is not None

@@ -79,7 +79,7 @@ def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: A
         return loss_at(evaluation.loss, params, rows, weights)
 
     n, devices = len(jax.tree.leaves(examples)[0]), len(place.devices)
-    if not evaluation.divisible and n <= evaluation.at_once:
+    if not evaluation.divisible:
         return of(examples, weights)
     share = n // devices
     if devices == 1 or share == 0:
@@ -100,7 +100,7 @@ def tested(evaluation: Evaluation, params: Any, tested_on: Any) -> dict[str, Any
 
     def sums(rows: Any, _: Any) -> dict[str, Any]:
         values = metrics(params, rows)
-        return {name: jnp.sum(values[name], dtype=jnp.promote_types(values[name].dtype, jnp.float32)) for name in means}
+        return {name: jnp.sum(values[name], dtype=_exact(values[name])) for name in means}
 
     in_sum = in_parts(sums, tested_on, jnp.ones(n, bool), evaluation.tested_at_once)  # parts are added as they are
     others = {name: value for name, value in metrics(params, tested_on).items() if name not in means}
@@ -109,7 +109,12 @@ def tested(evaluation: Evaluation, params: Any, tested_on: Any) -> dict[str, Any
 
 def averaged(values: dict[str, Any]) -> dict[str, Any]:
     """Metrics with the mean of those that have one number per example."""
-    return {name: jnp.mean(value) if jnp.ndim(value) else value for name, value in values.items()}
+    return {name: jnp.mean(value, dtype=_exact(value)) if jnp.ndim(value) else value for name, value in values.items()}
+
+
+def _exact(value: Any) -> Any:
+    """The type in which values are added: at least float32."""
+    return jnp.promote_types(value.dtype, jnp.float32)
 
 
 def by_first_device(place: Place, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -163,24 +163,28 @@ def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any, key: An
 
 
 class GradientWithBuffers:
-    """The same for a model with buffers, which every call with a step's gradient changes: `at(buffers)(y)`, and then
-    `buffers`. A batch is never divided, as its examples depend on each other."""
+    """The same for a model with buffers: `at(buffers)(y)`, after which `buffers` are the new ones.
 
-    def __init__(self, program: LocalProgram, form: Form, batch: Any, key: Any, buffers: Any = None):
-        self.program, self.form, self.batch, self.key, self.buffers = program, form, batch, key, buffers
+    Of several calls in one step, the first changes them. A batch is never divided: its examples depend on each other.
+    """
+
+    def __init__(self, program: LocalProgram, form: Form, batch: Any, key: Any, old: Any = None):
+        self.program, self.form, self.batch, self.key = program, form, batch, key
+        self.old = self.buffers = old
 
     def at(self, buffers: Any) -> GradientWithBuffers:
         return GradientWithBuffers(self.program, self.form, self.batch, self.key, buffers)
 
     def __call__(self, y: Any) -> Any:
-        old = self.form.join(self.buffers)  # as a vector of the model's length would be in blocks
+        old = self.form.join(self.old)  # as a vector of the model's length would be in blocks
 
         def of(y: Any) -> Any:
             return self.program.loss.stepping(self.form.params(y), self.batch, self.key, old)
 
         with self.program.products():
             slope, new = jax.grad(of, has_aux=True)(y)
-        self.buffers = self.form.split(new)
+        if self.buffers is self.old:
+            self.buffers = self.form.split(new)
         return slope
 
 

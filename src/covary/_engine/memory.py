@@ -33,7 +33,7 @@ def fitted(local: LocalProgram, problem: Problem, copies: int = 1, microbatch: i
     if microbatch is not None:
         whole("microbatch", microbatch, 1)
         if problem.mixes_examples:
-            fix = "The loss of a batch is not the mean of its examples' losses here, so a batch cannot be divided."
+            fix = "A batch can only be divided if its loss is the mean of its examples' own losses, without buffers."
             raise refused("microbatch", "None", microbatch, fix)
         return dataclasses.replace(local, at_once=microbatch)
     if problem.mixes_examples:

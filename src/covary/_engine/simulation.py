@@ -109,14 +109,17 @@ class Simulation(ABC):
 
 def in_less_memory(job: Job) -> Job | None:
     """The job with half as many examples at once, in gradients and in measurements; None if there is no less."""
-    program, evaluation = job.program, job.program.evaluation
-    size, whole = program.local.plan.max_size, job.problem.mixes_examples
-    steps = size if whole else min(size, program.local.at_once or size)
-    fewer = (steps if whole else steps // 2, evaluation.at_once // 2, evaluation.tested_at_once // 2)
-    if not any(fewer[1:]) and (whole or not fewer[0]):
+    program, evaluation, size = job.program, job.program.evaluation, job.program.local.plan.max_size
+    divisible = evaluation.divisible
+    steps = min(size, program.local.at_once or size) // 2 if divisible else 0
+    loss, tested = (
+        evaluation.at_once // 2 if divisible else 0,
+        evaluation.tested_at_once // 2 if evaluation.means else 0,
+    )
+    if steps == loss == tested == 0:
         return None
-    local = program.local if whole else replace(program.local, at_once=max(fewer[0], 1))
-    evaluation = replace(evaluation, at_once=max(fewer[1], 1), tested_at_once=max(fewer[2], 1))
+    local = replace(program.local, at_once=max(steps, 1)) if divisible else program.local
+    evaluation = replace(evaluation, at_once=max(loss, 1), tested_at_once=max(tested, 1))
     return job._replace(program=replace(program, local=local, evaluation=evaluation))
 
 

@@ -85,9 +85,9 @@ class JaxNode:
         self.problem = problem
         self.size = int(problem.data.sizes[0])
         self.x, self.unravel = problem.start(None, 0)
-        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)), problem.frozen)
-        self.place = Place((jax.devices()[0],), width=1)
         self.buffers: dict[str, np.ndarray] = by_path(problem.buffers_of(problem.buffers))
+        self.form = form_of_params(jax.eval_shape(problem.init, jax.random.key(0)), problem.frozen, self.buffers)
+        self.place = Place((jax.devices()[0],), width=1)
 
     def steps(self, training: dict[str, Any]) -> int:
         return self._plan(training)[0].max_steps
@@ -144,9 +144,10 @@ def _compiled_work(
     """`(numbers, down, client, draw, noise, examples, frozen) -> up, client, drift`: a node's work, compiled."""
 
     def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any, frozen: Any) -> Any:
-        exchange = which.of(rebuild(recipe, numbers))
+        algorithm = rebuild(recipe, numbers)
+        exchange = which.of(algorithm)
         if program.loss.to_buffers is not None:
-            exchange = with_buffers(exchange)
+            exchange = with_buffers(exchange, any(each.step is not None for each in algorithm.exchanges))
         seed, r, number, i = draw
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
 

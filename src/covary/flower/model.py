@@ -53,7 +53,7 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
     own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     params = model.init(jax.random.key(0)) if hasattr(model, "init") else model
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), params)
-    same(form_of_params(params, frozen))
+    same(form_of_params(params, frozen, by_path(own)))
     _, unravel = ravel_pytree(params)
     params = jax.tree.map(np.asarray, unravel(jnp.asarray(x)))
     if own is None:

@@ -54,7 +54,7 @@ def start_of(model: Any, seed: int) -> Start:
     return Start(
         x,
         buffers,
-        form_of_params(params, frozen),
+        form_of_params(params, frozen, buffers),
         lambda x: jax.tree.map(np.asarray, unravel(x)),
         lambda found: jax.tree.unflatten(tree, [found[name] for name in buffers]) if buffers else None,
     )
