@@ -13,7 +13,7 @@ demo: .venv/installed
 deploy-demo: .venv/installed-dev
 	$(BIN)/python examples/deploy_demo.py
 
-# On every commit, in a minute; before a change is merged, in six minutes; every night, in hours.
+# On every commit, in half a minute; before a change is merged, in six minutes; every night, in half an hour.
 check: .venv/installed-dev lint
 	$(BIN)/pytest $(CORE)
 
