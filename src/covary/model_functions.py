@@ -161,7 +161,7 @@ class FromVector:
     forms: tuple[tuple[tuple[int, ...], Any], ...]
 
     def __call__(self, vector: Any) -> Any:
-        leaves, at = [], 0
+        vector, leaves, at = jnp.asarray(vector), [], 0  # JAX's arrays, as a model may change them in place
         for shape, dtype in self.forms:
             size = int(np.prod(shape))
             leaves.append(vector[at : at + size].reshape(shape).astype(dtype))
