@@ -109,8 +109,9 @@ def trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOn
     else:
         try:
             spread = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, shapes)
-        except (TypeError, ValueError, KeyError) as error:
-            raise refused("trainable", allowed, f"{type(trainable).__name__} ({error})", f"Paths: {some}.") from None
+        except (TypeError, ValueError, KeyError):
+            came = f"a {type(trainable).__name__} that is nested differently"
+            raise refused("trainable", allowed, came, f"Paths: {some}.") from None
         chosen = jax.tree.leaves(spread)
     chosen = [flag.item() if isinstance(flag, np.ndarray) and not flag.ndim else flag for flag in chosen]
     for path, flag in zip(paths, chosen, strict=True):
