@@ -41,7 +41,8 @@ def test_importing_covary_imports_no_heavy_package():
 
 def test_modules_are_attributes_and_what_jax_has_read_does_not_stay_in_the_environment():
     code = """
-import os, covary as cv
+import importlib, os, covary as cv
+importlib.reload(cv)
 print([getattr(cv, name).__name__ for name in ("errors", "algorithms", "data", "problem", "report", "simulate")])
 print([name for name in os.environ if name.startswith("JAX_")])
 import jax

@@ -32,8 +32,9 @@ def configure() -> None:
                 "JAX_COMPILATION_CACHE_DIR": str(folder),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(KEPT_AFTER),
             }
-        _SET.extend(name for name in wanted if name not in os.environ)
-        os.environ.update({name: wanted[name] for name in _SET})
+        new = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(new)
+        _SET.extend(new)
         return
     import jax
 

@@ -42,21 +42,12 @@ def evaluation_of(
 ) -> Evaluation:
     """What is measured of a problem's model; `copies` models are measured side by side."""
     tested_on = problem.data.examples if problem.test is None else problem.test
-    n, n_tested = problem.data.n_examples, len(jax.tree.leaves(tested_on)[0])
-    at_once, tested_at_once = min(n, MOST_AT_ONCE), n_tested
-    at_once = rows_that_fit(value_of(problem.loss.holding()), problem, at_once, copies)
-    if problem.metrics is not None:
-        tested_at_once = rows_that_fit(value_of(problem.metrics.holding()), problem, n_tested, copies)
-    return Evaluation(
-        names,
-        problem.loss.holding(),
-        None if problem.metrics is None else problem.metrics.holding(),
-        unravel,
-        at_once,
-        tested_at_once,
-        not problem.mixes_examples,
-        problem.means,
-    )
+    loss, metrics = problem.loss.holding(), None if problem.metrics is None else problem.metrics.holding()
+    at_once = rows_that_fit(value_of(loss), problem, min(problem.data.n_examples, MOST_AT_ONCE), copies)
+    n_tested = len(jax.tree.leaves(tested_on)[0])
+    tested_at_once = n_tested if metrics is None else rows_that_fit(value_of(metrics), problem, n_tested, copies)
+    divisible = not problem.mixes_examples
+    return Evaluation(names, loss, metrics, unravel, at_once, tested_at_once, divisible, problem.means)
 
 
 def measure(

@@ -68,10 +68,10 @@ class Simulation(ABC):
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                less = in_less_memory(self.job)
-                if less is None or any(
-                    leaf.is_deleted() for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)
-                ):
+                alone = jax.process_count() == 1  # several hosts would not decide alike
+                less = in_less_memory(self.job) if alone else None
+                arrays = [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)]
+                if less is None or any(array.is_deleted() for array in arrays):
                     error.add_note("The device is out of memory. Try width=1, microbatch=1 or a smaller batch_size.")
                     raise
                 self.job = less
@@ -112,10 +112,8 @@ def in_less_memory(job: Job) -> Job | None:
     program, evaluation, size = job.program, job.program.evaluation, job.program.local.plan.max_size
     divisible = evaluation.divisible
     steps = min(size, program.local.at_once or size) // 2 if divisible else 0
-    loss, tested = (
-        evaluation.at_once // 2 if divisible else 0,
-        evaluation.tested_at_once // 2 if evaluation.means else 0,
-    )
+    loss = evaluation.at_once // 2 if divisible else 0
+    tested = evaluation.tested_at_once // 2 if evaluation.means else 0
     if steps == loss == tested == 0:
         return None
     local = replace(program.local, at_once=max(steps, 1)) if divisible else program.local
