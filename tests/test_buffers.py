@@ -231,6 +231,10 @@ def as_model(**functions):
         ({"init_buffers": lambda key: {"mean": jnp.full(4, jnp.nan), "var": jnp.ones(4)}}, "must be finite"),
         ({"init_buffers": lambda key: {}}, "a tree with at least one array"),
         (
+            {"init": lambda key: {"w": jnp.zeros((3, 4), "bfloat16"), "v": jnp.ones(4, "bfloat16")}},
+            "of a type no wider than the params'",
+        ),
+        (
             {"init_buffers": lambda key: {"mean": jnp.zeros(4, "bfloat16")}},
             "float32 or float64; got dtype bfloat16",
         ),

@@ -209,3 +209,12 @@ def test_random_keys_among_the_params_are_rejected():
 
     with pytest.raises(InvalidInput, match=r"params\['rng'\] must be an array of numbers; got dtype key"):
         problem(adapter, Keyed())
+
+
+def test_a_frozen_number_may_be_a_python_scalar():
+    class Scaled(Adapted):
+        def init(self, key):
+            return {**super().init(key), "scale": 2.0}
+
+    run = cv.simulate(cv.fedavg(0.01), problem(adapter, Scaled()), 1)
+    assert run.params["scale"] == 2.0

@@ -113,14 +113,15 @@ def trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOn
             came = f"a {type(trainable).__name__} that is nested differently"
             raise refused("trainable", allowed, came, f"Paths: {some}.") from None
         chosen = jax.tree.leaves(spread)
-    chosen = [flag.item() if isinstance(flag, np.ndarray) and not flag.ndim else flag for flag in chosen]
+    flags: list[Any] = list(chosen)
+    chosen = [flag.item() if hasattr(flag, "item") and not np.ndim(flag) else flag for flag in flags]
     for path, flag in zip(paths, chosen, strict=True):
         if not isinstance(flag, bool | np.bool_):
             raise refused("trainable", allowed, f"{flag!r} for {path!r}", f"Paths: {some}.")
     if not any(chosen):
         raise refused("trainable", "true for at least one parameter", "none selected", f"Paths: {some}.")
     split = Split(jax.tree.structure(shapes), tuple(paths), tuple(map(bool, chosen)))
-    frozen = split.part(init(jax.random.fold_in(jax.random.key(0), 0)), trained=False)
+    frozen = split.part(jax.jit(init)(jax.random.fold_in(jax.random.key(0), 0)), trained=False)
     for path, leaf in frozen.items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             fix = "Keep random keys out of the params; a loss gets one as its argument."
@@ -170,9 +171,9 @@ class FromVector:
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def buffers_at_start(model: Any) -> tuple[np.ndarray | None, FromVector | None]:
+def buffers_at_start(model: Any, params: Any) -> tuple[np.ndarray | None, FromVector | None]:
     """A model's buffers at the start, as a vector, and the function back to its own form."""
-    has = hasattr(model, "init_buffers")
+    has = getattr(model, "init_buffers", None) is not None
     if has != takes(model.loss, "buffers"):
         came = "init_buffers alone" if has else "loss(params, batch, *, buffers) alone"
         fix = "init_buffers(key) returns the buffers at the start; the loss returns (value, new buffers)."
@@ -189,6 +190,9 @@ def buffers_at_start(model: Any) -> tuple[np.ndarray | None, FromVector | None]:
         if leaf.dtype not in (jnp.float32, jnp.float64):
             fix = "Keep counters out of the buffers, and statistics exact."
             raise refused(name, "real numbers in float32 or float64", f"dtype {leaf.dtype}", fix)
+        if leaf.dtype.itemsize > jnp.result_type(*jax.tree.leaves(params)).itemsize:
+            fix = "They are summed in the params' type: use float32 params, or the same type for both."
+            raise refused(name, "of a type no wider than the params'", f"dtype {leaf.dtype}", fix)
         if not np.isfinite(leaf).all():
             raise refused(name, "finite", "NaN or infinity in it", "Check how it is initialised.")
     forms = tuple((leaf.shape, leaf.dtype) for _, leaf in leaves)

@@ -250,7 +250,7 @@ def supervised(
     if trainable is not None:
         init, split, frozen = trained_only(init, trainable)
     params, batch = shape_of_params(init), rows_of(data.examples, 2)
-    buffers, to_buffers = buffers_at_start(model)
+    buffers, to_buffers = buffers_at_start(model, params)
     own = ModelFunction(as_it_is_now(model.loss), takes(model.loss, "key"), split, to_buffers).holding(frozen, buffers)
     loss = traced("loss", own, params, batch)
     if own.draws:

@@ -52,7 +52,7 @@ def carrying(algorithm: Algorithm, start: np.ndarray) -> Algorithm:
         return _server_type(type(own))(*own, start.astype(x.dtype))
 
     build, options = algorithm.recipe or (algorithm, ())
-    return replace(_carrying(algorithm), init_server=init_server, recipe=(_Build(build), options))
+    return replace(exchanging(algorithm), init_server=init_server, recipe=(_Build(build), options))
 
 
 def buffers_of(server: Any) -> Any:
@@ -72,7 +72,7 @@ class _Build:
     build: Callable[..., Algorithm] | Algorithm
 
     def __call__(self, **arguments: Any) -> Algorithm:
-        return _carrying(self.build if isinstance(self.build, Algorithm) else self.build(**arguments))
+        return exchanging(self.build if isinstance(self.build, Algorithm) else self.build(**arguments))
 
 
 @functools.cache
@@ -83,23 +83,24 @@ def _server_type(own: type) -> Any:
     return kind
 
 
-def _carrying(algorithm: Algorithm) -> Algorithm:
+def exchanging(algorithm: Algorithm) -> Algorithm:
+    """The algorithm with buffers in its exchanges."""
     equal, warm = algorithm.with_equal_steps, algorithm.warm_start
     return replace(
         algorithm,
-        exchanges=all_with_buffers(algorithm.exchanges),
-        with_equal_steps=None if equal is None else lambda K: all_with_buffers(equal(K)),
-        warm_start=None if warm is None else with_buffers(warm),
+        exchanges=_all_with_buffers(algorithm.exchanges),
+        with_equal_steps=None if equal is None else lambda K: _all_with_buffers(equal(K)),
+        warm_start=None if warm is None else _with_buffers(warm),
     )
 
 
-def all_with_buffers(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
+def _all_with_buffers(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
     """An algorithm's exchanges with buffers. Its steps change them or, if it has none, its first gradient does."""
     steps = any(exchange.step is not None for exchange in exchanges)
-    return tuple(with_buffers(exchange, by_steps=steps) for exchange in exchanges)
+    return tuple(_with_buffers(exchange, by_steps=steps) for exchange in exchanges)
 
 
-def with_buffers(exchange: Exchange, by_steps: bool = True) -> Exchange:
+def _with_buffers(exchange: Exchange, by_steps: bool = True) -> Exchange:
     """The exchange with buffers beside its messages."""
 
     def broadcast(server: Any) -> Down:

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
-from covary._engine.buffers import Down, with_buffers
+from covary._engine.buffers import Down, exchanging
 from covary._engine.devices import Place, on_devices
 from covary._engine.evaluate import evaluation_of, measure
 from covary._engine.local import LocalProgram, folded, work_of_client
@@ -145,9 +145,7 @@ def _compiled_work(
 
     def work(numbers: Any, down: Any, client: Any, draw: Any, noise: Any, examples: Any, frozen: Any) -> Any:
         algorithm = rebuild(recipe, numbers)
-        exchange = which.of(algorithm)
-        if program.loss.to_buffers is not None:
-            exchange = with_buffers(exchange, any(each.step is not None for each in algorithm.exchanges))
+        exchange = which.of(algorithm if program.loss.to_buffers is None else exchanging(algorithm))
         seed, r, number, i = draw
         guard = _guard(privacy, jax.random.wrap_key_data(noise)) if privacy.used else None
 

@@ -64,7 +64,7 @@ def buffers_of_model(model: Any) -> Any:
     """The buffers of a JAX model at the start, in its own form; None if it has none."""
     if isinstance(model, Problem):
         return model.buffers_of(model.buffers)
-    if hasattr(model, "init_buffers"):
+    if getattr(model, "init_buffers", None) is not None:
         return jax.tree.map(np.asarray, jax.jit(model.init_buffers)(jax.random.key(0)))
     return None
 
