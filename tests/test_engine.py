@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import gc
-import json
 import os
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import HANGS, ROOT, random_quadratics, small_logistic
@@ -20,8 +20,11 @@ import covary as cv
 from conftest import MODES
 from covary._engine import place, store
 from covary._engine.cohort import sample
+from covary._engine.local import LocalProgram
+from covary._engine.plan import plan_rounds
 from covary._engine.rounds import compiled, compiled_sample
 from covary.runs import machine
+from covary.training import Training
 
 SIZES = [12, 8, 9, 15, 7, 11, 10]
 TRAINING = {"clients_per_round": 5, "local_steps": 4, "batch_size": 4}
@@ -358,7 +361,7 @@ def test_an_algorithm_may_use_every_operator_and_even_more(change):
     algorithm = dataclasses.replace(algorithm, exchanges=(dataclasses.replace(plain, step=step),))
     blocks = cv.simulate(algorithm, small_logistic(SIZES), 3, **TRAINING)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("covary._engine.vectors.MOST", 0)
+        patch.setattr("covary._engine.local._arithmetic_only", lambda *_: False)
         compiled.cache_clear()
         whole = cv.simulate(algorithm, small_logistic(SIZES), 3, **TRAINING)
         compiled.cache_clear()
@@ -420,22 +423,40 @@ def test_bad_engine_options_are_rejected():
         cv.simulate(cv.scaffold(0.1), problem, 1, precision="float8")
 
 
-def test_a_long_round_tries_widths_once_and_remembers(monkeypatch, tmp_path):
-    monkeypatch.setattr(place, "LONG_ROUND", {"cpu": 0.0})
-    monkeypatch.setattr(place, "_TRIED", {})
-    monkeypatch.setattr(place, "cache_folder", lambda: tmp_path)
-    tried = []
-    real = place.time_of_cohort
-    monkeypatch.setattr(place, "time_of_cohort", lambda at, *rest: tried.append(at.width) or real(at, *rest))
-    problem = small_logistic([9] * 12)
-    first = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
-    assert tried == [1, 4, 12]
-    (chosen,) = json.loads((tmp_path / "widths.json").read_text()).values()
-    assert chosen in tried
-    monkeypatch.setattr(place, "_TRIED", {})
-    second = cv.simulate(cv.scaffold(0.1), problem, 3, local_steps=2, batch_size=3, devices=1)
-    assert tried == [1, 4, 12]
-    np.testing.assert_array_equal(first.x, second.x)
+class Convolution:
+    """A convolution, then a mean over places."""
+
+    def init(self, key):
+        return {"kernel": jax.random.normal(key, (4, 1, 3)), "head": jnp.zeros(4)}
+
+    def loss(self, params, batch):
+        x, y = batch
+        hidden = jax.nn.relu(jax.lax.conv(x[:, None], params["kernel"], (1,), "SAME"))
+        return jnp.mean((hidden.mean(axis=2) @ params["head"] - y) ** 2)
+
+
+def test_an_accelerator_takes_the_clients_that_fit_and_convolutions_one_by_one(monkeypatch):
+    rng = np.random.default_rng(0)
+    data = cv.FederatedData.from_clients([(rng.normal(size=(6, 5)), rng.normal(size=6)) for _ in range(8)])
+    dense, convolved = small_logistic([6] * 8), cv.supervised(Convolution(), data)
+    frozen = cv.supervised(Convolution(), data, trainable=lambda path: path == "head")
+    plan, *_ = plan_rounds(Training(1, local_steps=2, batch_size=3), cv.scaffold(0.1), data.sizes)
+
+    def width(problem, memory=2**40):
+        monkeypatch.setattr("covary._engine.memory.device_memory", lambda: memory)
+        x, unravel = problem.start(None, 0)
+        local = LocalProgram(plan.local, problem.loss.holding(), unravel)
+        return place.choose_place(plan, 1e12, local, x, problem, 1, None).width
+
+    class Accelerator:
+        platform = "gpu"
+
+    monkeypatch.setattr(place, "available", lambda count: (Accelerator(),))
+    assert width(dense) == 8
+    assert 1 < width(dense, memory=2**16) < 8
+    assert width(dense, memory=1) == 1
+    assert width(convolved) == 1
+    assert width(frozen) == 8  # the same kernel for all clients
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_controls_whose_squares_overflow_are_checked_too(recwarn):
         server=run.server, control=SimpleNamespace(round=1), accounts=SimpleNamespace(scale=np.abs(run.server.h).max())
     )
     clients = SimpleNamespace(h_i=np.asarray(run.clients.h_i[np.arange(3)]))
-    watch = Watch(run.algorithm, np.full(3, 1 / 3))
+    watch = Watch(run.algorithm, np.full(3, 1 / 3), 2)
     assert watch.error(state, clients) < 1e-10 * np.abs(run.server.h).max()
     with pytest.raises(BrokenInvariant):
         watch.error(state, SimpleNamespace(h_i=2 * clients.h_i))

@@ -43,7 +43,7 @@ def test_json_is_one_object_and_progress_is_beside_it(tmp_path):
     assert (answer["rounds"], answer["reached"], answer["diverged"]) == (6, None, None)
     assert (tmp_path / answer["report"]).is_file()
     lines = done.stderr.splitlines()
-    assert lines[0] == "compiling"
+    assert lines[0] == "preparing"
     assert re.fullmatch(r"scaffold  accuracy 0\.\d+  loss \d\.\d+: 6 of 6 rounds(, .* rounds/s)?", lines[-1])
     assert "Warning" not in done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -16,6 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary.errors import CovaryError, refused
+
+# For programs that run once: XLA saves on the passes and the tuning of kernels that make them fast.
+QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_gpu_autotune_level": 0,
+}
+
+
+def on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Run on the CPU inside, which compiles a model's `init` faster than a GPU, if JAX is configured with it."""
+    with contextlib.suppress(RuntimeError):
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,9 @@ class ModelFunction:
     With frozen parameters, `params` are the trained ones, and the function must hold the others when it is called, as
     it must hold a model's buffers. A compiled program is named after the function that holds neither, and gets them as
     arguments.
+
+    With a precision, parameters and examples are rounded to it before the call, and the value is in float32 or wider. A
+    function that takes the precision as an argument does this itself. Buffers and keys are never rounded.
     """
 
     function: Callable[..., Any]
@@ -58,14 +76,18 @@ class ModelFunction:
     to_buffers: Callable[[Any], Any] | None = None  # from a vector, if it takes buffers
     frozen: Held | None = None
     buffers: Held | None = None
+    rounds_itself: bool = False  # whether it takes a precision
+    precision: str | None = None  # None is that of the parameters
 
     def __call__(self, params: Any, batch: Any, key: Any = None) -> Any:
         result = self.called(params, batch, key, None if self.buffers is None else self.buffers.arrays)
-        return result[0] if self.to_buffers is not None and isinstance(result, tuple) else result
+        value = result[0] if self.to_buffers is not None and isinstance(result, tuple) else result
+        return value if self.precision is None else value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
     def stepping(self, params: Any, batch: Any, key: Any, buffers: Any) -> tuple[Any, Any]:
         """The loss and the new buffers, as a vector."""
         value, new = self.called(params, batch, key, buffers)
+        value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
         leaves = [leaf.reshape(-1).astype(buffers.dtype) for leaf in jax.tree.leaves(new)]
         return value, jnp.concatenate(leaves)
 
@@ -74,6 +96,10 @@ class ModelFunction:
         if self.split is not None:
             assert self.frozen is not None
             params = self.split.join(params, self.frozen.arrays)
+        if self.rounds_itself:
+            more["precision"] = self.precision
+        elif self.precision is not None:
+            params, batch = rounded((params, batch), self.precision)
         if self.to_buffers is not None:
             more["buffers"] = self.to_buffers(buffers)
         return self.function(params, batch, **more)
@@ -85,6 +111,16 @@ class ModelFunction:
             frozen=None if self.split is None or frozen is None else Held(frozen),
             buffers=None if self.to_buffers is None or buffers is None else Held(buffers),
         )
+
+
+def rounded(tree: Any, precision: str) -> Any:
+    """A tree with its real numbers in another precision.
+
+    >>> tree = rounded({"w": jnp.array([1.001]), "label": jnp.array([3])}, "bfloat16")
+    >>> tree["w"].dtype.name, tree["w"].tolist(), tree["label"].dtype.kind
+    ('bfloat16', [1.0], 'i')
+    """
+    return jax.tree.map(lambda a: a.astype(precision) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
 @dataclass(frozen=True)
@@ -121,7 +157,9 @@ def trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOn
     if not any(chosen):
         raise refused("trainable", "true for at least one parameter", "none selected", f"Paths: {some}.")
     split = Split(jax.tree.structure(shapes), tuple(paths), tuple(map(bool, chosen)))
-    frozen = split.part(jax.jit(init)(jax.random.fold_in(jax.random.key(0), 0)), trained=False)
+    with on_cpu():
+        params = jax.jit(init, compiler_options=QUICKLY)(jax.random.fold_in(jax.random.key(0), 0))
+    frozen = split.part(params, trained=False)
     for path, leaf in frozen.items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             fix = "Keep random keys out of the params; a loss gets one as its argument."
@@ -181,7 +219,8 @@ def buffers_at_start(model: Any, params: Any) -> tuple[np.ndarray | None, FromVe
     if not has:
         return None, None
     traced("init_buffers", model.init_buffers, jax.random.key(0))
-    buffers = jax.jit(model.init_buffers)(jax.random.key(0))
+    with on_cpu():
+        buffers = jax.jit(model.init_buffers, compiler_options=QUICKLY)(jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(buffers)
     if not leaves:
         raise refused("init_buffers(key)", "a tree with at least one array", repr(buffers), "Leave it out instead.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -18,12 +18,14 @@ from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
 from covary.errors import InvalidInput, refused
 from covary.model_functions import (
+    QUICKLY,
     ModelFunction,
     Split,
     as_it_is_now,
     buffers_at_start,
     check_metrics,
     check_new_buffers,
+    on_cpu,
     rows_of,
     shape_of_params,
     takes,
@@ -32,6 +34,7 @@ from covary.model_functions import (
 )
 from covary.runs import machine
 
+NOISES = (0.01, 0.1)  # by which the start is moved to see how a loss behaves
 ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
 
 
@@ -86,28 +89,36 @@ class Problem:
         return frozenset(name for name, value in values.items() if value.shape)
 
     @cached_property
+    def _few(self) -> Any:
+        """A few examples from all over the data."""
+        some = np.unique(np.linspace(0, self.data.n_examples - 1, 16).astype(int))
+        return jax.tree.map(lambda a: np.asarray(a[some]), self.data.examples)
+
+    @cached_property
     def _losses_of_few(self) -> list[tuple[float, float, np.ndarray]]:
         """The loss of a few examples, of the same examples repeated, and of each alone: near the start, and farther."""
-        some = np.unique(np.linspace(0, self.data.n_examples - 1, 16).astype(int))
-        few = jax.tree.map(lambda a: np.asarray(a[some]), self.data.examples)
         compiled = _compiled_losses(self.loss.holding())
-        found = [compiled(self.held, self._near_start(0, noise), few) for noise in (0.01, 0.1)]
+        found = [compiled(self.held, self._near_start(noise), self._few) for noise in NOISES]
         return [(float(once), float(twice), np.asarray(each)) for once, twice, each in found]
 
-    def _near_start(self, seed: int, noise: float) -> Any:
+    def _near_start(self, noise: float) -> Any:
         """The model's initial params, moved by noise."""
-        draws = noise * np.random.default_rng(seed).normal(size=2**16)
-        return jax.tree.map(lambda a: a + np.resize(draws, a.shape).astype(a.dtype), self._initial(0))
+        draws = noise * np.random.default_rng(0).normal(size=2**16)
+        return jax.tree.map(lambda a: a + np.resize(draws, a.shape).astype(a.dtype), self._first_start)
+
+    @cached_property
+    def _first_start(self) -> Any:
+        return self._initial(0)
 
     def _initial(self, seed: int) -> Any:
         """The model's initial params, in NumPy."""
-        key = jax.random.fold_in(jax.random.key(seed), 0)
-        return jax.tree.map(np.asarray, self._compiled_init(key))
+        with on_cpu():
+            return jax.tree.map(np.asarray, self._compiled_init(jax.random.fold_in(jax.random.key(seed), 0)))
 
     @cached_property
     def _compiled_init(self) -> Callable[[Any], Any]:
         shared = isinstance(self.init, FunctionType)  # a method is compiled for this problem, and freed with it
-        return _compiled_init(self.init) if shared else jax.jit(self.init)
+        return _compiled_init(self.init) if shared else jax.jit(self.init, compiler_options=QUICKLY)
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
@@ -156,6 +167,31 @@ class Problem:
                 "of examples in memory."
             )
 
+    def in_precision(self, precision: str | None) -> ModelFunction:
+        """The loss as local steps compute it in a precision. One that is not finite in it is rejected."""
+        if precision is None:
+            return self.loss
+        loss = replace(self.loss, precision=precision)
+        try:
+            _, batch = self.shapes
+            traced("loss", loss, self.shapes[0], batch)
+        except TypeError as error:
+            error.add_note(
+                f"With precision={precision!r}, the real numbers of params and batch are {precision}. A loss that "
+                "takes `precision` as a keyword argument gets them as they are and does its own rounding."
+            )
+            raise
+        compiled = _compiled_loss(loss.holding())
+        for noise, (expected, _, _) in zip(NOISES, self._losses_of_few, strict=True):
+            value = float(compiled(self.held, self._near_start(noise), self._few))
+            if np.isfinite(expected) and not np.isfinite(value):
+                raise InvalidInput(
+                    f"loss(params, batch) is {value} near the starting point with precision={precision!r}, and "
+                    f"{expected:.4g} without it. Leave precision out, or find what needs more digits (a logarithm of a "
+                    "small difference, a division by one) and compute it in float32: x.astype(jnp.float32)."
+                )
+        return loss
+
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Callable[[Any], Any]]:
         """The flat starting point (from `x0`, or from `init` with the seed) and the function from it back to params."""
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape_of_params(self.init)))
@@ -163,7 +199,7 @@ class Problem:
             came, room = f"{size / 2**30:,.1f} GiB", f"{machine.host_memory() / 2**30:,.1f} GiB"
             fix = "Use a smaller model: a round needs memory for several copies of it."
             raise refused("init(key)", f"at most a quarter of this machine's {room}", came, fix)
-        params = self._initial(seed)
+        params = self._first_start if seed == 0 else self._initial(seed)
         flat, unravel = ravel_pytree(params)
         x = np.asarray(flat)
         if not np.isfinite(x).all():
@@ -251,7 +287,13 @@ def supervised(
         init, split, frozen = trained_only(init, trainable)
     params, batch = shape_of_params(init), rows_of(data.examples, 2)
     buffers, to_buffers = buffers_at_start(model, params)
-    own = ModelFunction(as_it_is_now(model.loss), takes(model.loss, "key"), split, to_buffers).holding(frozen, buffers)
+    own = ModelFunction(
+        as_it_is_now(model.loss),
+        draws=takes(model.loss, "key"),
+        split=split,
+        to_buffers=to_buffers,
+        rounds_itself=takes(model.loss, "precision"),
+    ).holding(frozen, buffers)
     loss = traced("loss", own, params, batch)
     if own.draws:
         traced("loss", own, params, batch, jax.random.key(0))
@@ -336,14 +378,20 @@ def lower_bound(G: float, mu: float = 1.0) -> Problem:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.jit(init)
+    return jax.jit(init, compiler_options=QUICKLY)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_loss(bare: ModelFunction) -> Callable[[Any, Any, Any], Any]:
+    """`(held, params, batch) -> loss of the batch`."""
+    return jax.jit(lambda held, *given: bare.holding(*held)(*given), compiler_options=QUICKLY)
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
     """`(held, params, batch) -> loss of the batch, of the batch repeated, of each example`."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def losses(held: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
         loss = bare.holding(*held)
         twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)

@@ -229,7 +229,7 @@ def _result(algorithm: Algorithm, simulation: Simulation) -> Run:
     state, job, columns = simulation.state_on_host(), simulation.job, simulation.history.columns()
     clients = simulation.clients()
     if job.algorithm.invariant is not None and simulation.history.rounds:
-        error = simulation.control_error()
+        error = simulation.control_error(clients)
         if np.isnan(columns["control_error"][-1]):
             columns["control_error"][-1] = error
     done = int(state.control.round)

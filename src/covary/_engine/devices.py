@@ -38,11 +38,16 @@ def sharded(function: Callable[..., Any], place: Place, in_specs: Any, out_specs
     return jax.shard_map(function, mesh=grid, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def layout_of(place: Place, spec: PartitionSpec) -> NamedSharding:
+    """How an array is divided among several devices."""
+    return NamedSharding(mesh(place.devices), spec)
+
+
 def lay_out(place: Place, tree: Any, spec: PartitionSpec | None = None) -> Any:
     """Send arrays to the devices: whole to each, or divided by a spec. Each of several hosts sends its own part."""
     if len(place.devices) == 1:
         return jax.device_put(tree, place.devices[0])
-    sharding = NamedSharding(mesh(place.devices), spec or PartitionSpec())
+    sharding = layout_of(place, spec or PartitionSpec())
 
     def send(array: Any) -> Any:
         if jax.process_count() == 1:

@@ -16,6 +16,7 @@ from covary.model_functions import ModelFunction
 from covary.problem import Problem
 
 MOST_AT_ONCE = 16_384  # examples, however small they are
+ENOUGH = 5e11  # operations that keep any device busy; kernels are tuned faster for a part that is not larger
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,24 @@ class Evaluation:
 
 
 def evaluation_of(
-    problem: Problem, names: tuple[str, ...], unravel: Callable[[Any], Any], copies: int = 1
+    problem: Problem, names: tuple[str, ...], unravel: Callable[[Any], Any], copies: int = 1, flops: float = 0.0
 ) -> Evaluation:
-    """What is measured of a problem's model; `copies` models are measured side by side."""
+    """What is measured of a problem's model.
+
+    Args:
+        problem: the model and its data.
+        names: of what is measured.
+        unravel: from a vector to the model's params.
+        copies: the models that are measured side by side.
+        flops: what measuring one example takes, where that is known.
+    """
     tested_on = problem.data.examples if problem.test is None else problem.test
     loss, metrics = problem.loss.holding(), None if problem.metrics is None else problem.metrics.holding()
-    at_once = rows_that_fit(value_of(loss), problem, min(problem.data.n_examples, MOST_AT_ONCE), copies)
-    n_tested = len(jax.tree.leaves(tested_on)[0])
-    tested_at_once = n_tested if metrics is None else rows_that_fit(value_of(metrics), problem, n_tested, copies)
+    enough = max(1, int(ENOUGH / max(copies * flops, 1.0)))
+    most, n_tested = min(problem.data.n_examples, MOST_AT_ONCE, enough), len(jax.tree.leaves(tested_on)[0])
+    at_once, tested_at_once = rows_that_fit(value_of(loss), problem, most, copies), n_tested
+    if metrics is not None:
+        tested_at_once = rows_that_fit(value_of(metrics), problem, min(n_tested, enough), copies)
     divisible = not problem.mixes_examples
     return Evaluation(names, loss, metrics, unravel, at_once, tested_at_once, divisible, problem.means)
 

@@ -15,7 +15,8 @@ from covary._engine.program import Program, State, World
 from covary.algorithm import Algorithm
 from covary.errors import Corrupted
 
-BLOCK = 1024  # clients read at a time when all are read
+BLOCK = 2**24  # numbers read at a time when those of all clients are read
+PACE = 2e8  # numbers that are read and added in a second
 
 
 class BrokenInvariant(Corrupted):
@@ -69,16 +70,17 @@ class Watch:
     lost, doubled or damaged state shows up here.
     """
 
-    def __init__(self, algorithm: Algorithm, p: np.ndarray):
+    def __init__(self, algorithm: Algorithm, p: np.ndarray, d: int):
         self.algorithm, self.p = algorithm, p
         self.began, self.spent = time.perf_counter(), 0.0
+        self.next = len(p) * d / PACE  # what a check takes: an estimate, then what the last one took
 
     @property
     def due(self) -> bool:
-        """Whether there is something to check, and checking has taken no more than a fiftieth of the time so far."""
+        """Whether there is something to check, and checking takes no more than a fiftieth of the time so far."""
         if self.algorithm.invariant is None:
             return False
-        return bool(agreed(self.spent <= 0.02 * (time.perf_counter() - self.began)))
+        return bool(agreed(self.spent + self.next <= 0.02 * (time.perf_counter() - self.began)))
 
     def error(self, state: State, clients: Any, seen: np.ndarray | None = None) -> float:
         """‖c - sum p_i c_i‖ over all clients, summed in float64; a difference beyond rounding stops the run."""
@@ -98,7 +100,8 @@ class Watch:
                 "from outside. The run stops, because its later rounds would not be those of the algorithm. Resume "
                 "from the last checkpoint, or start a new run."
             )
-        self.spent += time.perf_counter() - started
+        self.next = time.perf_counter() - started
+        self.spent += self.next
         return error
 
 
@@ -110,6 +113,7 @@ def mean_control(clients: Any, field: str, p: np.ndarray, seen: np.ndarray | Non
     if seen is not None and not seen.all():  # all other clients have the initial row
         total += p[~seen].sum() * np.asarray(rows[int(np.flatnonzero(~seen)[0])], float)
         ids = ids[seen]
-    for block in np.split(ids, range(BLOCK, len(ids), BLOCK)):
+    at_once = max(1, BLOCK // max(total.size, 1))
+    for block in np.split(ids, range(at_once, len(ids), at_once)):
         total += np.tensordot(p[block], np.asarray(rows[block], float), 1)
     return total

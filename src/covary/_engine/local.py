@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,14 +27,7 @@ class LocalProgram:
     plan: LocalPlan
     loss: ModelFunction  # without its frozen parameters, until it is called
     unravel: Callable[[Any], Any]
-    precision: str | None = None  # of the matrix products, where it is not the model's own
     at_once: int | None = None  # most examples whose gradient is computed in one go; None: any number
-
-    def products(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision of matrix products inside."""
-        if self.precision is None:
-            return contextlib.nullcontext()
-        return jax.default_matmul_precision("BF16_BF16_F32")
 
     def holding(self, frozen: Any) -> LocalProgram:
         """The same with frozen parameters."""
@@ -156,8 +148,7 @@ def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any, key: An
             keys = keys_of_examples(key, numbers) if program.loss.draws else None
             return jax.grad(lambda y: loss_at(program.loss, form.params(y), rows, weights, keys))(y)
 
-        with program.products():
-            return in_parts(of, (batch, numbers), weights, program.at_once)
+        return in_parts(of, (batch, numbers), weights, program.at_once)
 
     return slope
 
@@ -181,8 +172,7 @@ class GradientWithBuffers:
         def of(y: Any) -> Any:
             return self.program.loss.stepping(self.form.params(y), self.batch, self.key, old)
 
-        with self.program.products():
-            slope, new = jax.grad(of, has_aux=True)(y)
+        slope, new = jax.grad(of, has_aux=True)(y)
         if self.buffers is self.old:
             self.buffers = self.form.split(new)
         return slope
@@ -215,6 +205,7 @@ def in_parts(
     parts = next((k for k in range(least, 2 * least) if length % k == 0), least)  # equal ones are one program
     size = length // parts
 
+    @functools.partial(jax.jit, static_argnums=1, inline=True)  # so that it is traced once for its shapes and its sum
     def part(first: Any, count: int) -> Any:
         rows = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, count), (batch, weights))
         value = of(*rows)
@@ -223,7 +214,7 @@ def in_parts(
     def add(total: Any, k: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, part(begin + k * size, size)), None
 
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: part(0, size)))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: part(jnp.asarray(begin), size)))
     total, _ = jax.lax.scan(add, zero, jnp.arange(parts))
     rest = length - parts * size
     return jax.tree.map(jnp.add, total, part(begin + length - rest, rest)) if rest else total

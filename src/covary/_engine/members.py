@@ -48,7 +48,7 @@ class Members:
         self.done_by = np.zeros(shape, int)  # rounds of each member
         self.reached, self.diverged = np.zeros(shape, bool), np.zeros(shape, bool)
         self.group, self.pace = 0, Pace()
-        self.watch = Watch(algorithms[0], job.p)
+        self.watch = Watch(algorithms[0], job.p, job.starts[0].size)
         self.traffic = traffic_by_kind(algorithms[0], job.plan.steps_on_wire, job.starts[0])
         self._begin()
 

@@ -1,4 +1,4 @@
-"""How many examples fit into memory at once: an estimate from the model's own operations, before they are compiled."""
+"""What a local step takes, counted from the model's own operations before they are compiled: memory and arithmetic."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from covary._engine.local import LocalProgram, keys_of_examples, loss_at
 from covary.checks import whole
 from covary.errors import refused
-from covary.model_functions import ModelFunction
+from covary.model_functions import ModelFunction, on_cpu
 from covary.problem import Problem
 from covary.runs.machine import device_memory
 
-SHARE = 1 / 8  # of the device's memory, for what a model computes on the way
+SHARE = {"cpu": 1 / 8}  # of the device's memory, for what a model computes on the way; half of an accelerator's
+VECTORS = 8  # of the model's size that a client needs besides: y, its gradient, c_i old and new, and so on
 MANY = 4096  # rows at which what a batch needs outweighs what the parameters need
 
 
@@ -38,9 +40,16 @@ def fitted(local: LocalProgram, problem: Problem, copies: int = 1, microbatch: i
         return dataclasses.replace(local, at_once=microbatch)
     if problem.mixes_examples:
         return local
-    most = local.plan.max_size
-    fit = rows_that_fit(gradient_of(problem.loss.holding()), problem, most, copies)
+    most, batch = local.plan.max_size, local.plan.max_batch
+    if _needed(gradient_of(local.loss), problem)(batch) * most <= _room() / copies * batch:
+        return local
+    fit = rows_that_fit(gradient_of(local.loss), problem, most, copies)
     return local if fit == most else dataclasses.replace(local, at_once=fit)
+
+
+def clients_that_fit(local: LocalProgram, problem: Problem, x: np.ndarray) -> int:
+    """How many clients there is room for, each with a step on a whole batch."""
+    return int(_room() / (_needed(gradient_of(local.loss), problem)(local.plan.max_batch) + VECTORS * x.nbytes))
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,11 +75,7 @@ def rows_that_fit(function: Callable[[Any, Any, Any], Any], problem: Problem, mo
 
     All of them, or a power of two. Nothing is fused in this count, so it is an upper bound on what is needed.
     """
-    params, batch = problem.shapes
-    leaves, tree = jax.tree.flatten((problem.held, params, batch))
-    shapes = tuple((tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves)
-    needed = functools.partial(_bytes_of_rows, function, tree, shapes, len(jax.tree.leaves(batch)))
-    room = SHARE * device_memory() / copies
+    needed, room = _needed(function, problem), _room() / copies
     if most <= MANY and needed(most) <= room:
         return most
     each = needed(most) / most if most <= MANY else (needed(2 * MANY) - needed(MANY)) / MANY
@@ -78,12 +83,60 @@ def rows_that_fit(function: Callable[[Any, Any, Any], Any], problem: Problem, mo
     return most if fit == most else 1 << max(fit.bit_length() - 1, 0)
 
 
+def _room() -> float:
+    """Bytes for what a model computes on the way."""
+    return SHARE.get(jax.local_devices()[0].platform, 1 / 2) * device_memory()
+
+
+def _needed(function: Callable[[Any, Any, Any], Any], problem: Problem) -> Callable[[int], int]:
+    """rows -> bytes that `function(held, params, batch)` needs for a batch of so many."""
+    return functools.partial(_bytes_of_rows, function, *_shapes(problem))
+
+
+def _shapes(problem: Problem) -> tuple[Any, Any, int]:
+    """The shapes of what a model's function gets, as a tree and its leaves, and how many of these are the batch's."""
+    params, batch = problem.shapes
+    leaves, tree = jax.tree.flatten((problem.held, params, batch))
+    shapes = tuple((tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves)
+    return tree, shapes, len(jax.tree.leaves(batch))
+
+
 @functools.lru_cache(maxsize=256)
 def _bytes_of_rows(function: Callable[..., Any], tree: Any, shapes: Any, n_batch: int, rows: int) -> int:
     """Bytes of the largest set of arrays that are needed at the same time for a batch of so many rows."""
+    return most_alive(_traced(function, tree, shapes, n_batch, rows).jaxpr.jaxpr)
+
+
+def step_flops(local: LocalProgram, problem: Problem) -> float:
+    """Floating-point operations of one local step."""
+    traced = _traced(gradient_of(local.loss), *_shapes(problem), local.plan.max_batch)
+    with on_cpu():  # lowering for the CPU counts operations; that for a GPU does so after compilation
+        analysis = traced.lower(lowering_platforms=("cpu",)).cost_analysis() or {}
+    return float(analysis.get("flops", 0.0))
+
+
+def clients_convolve(local: LocalProgram, problem: Problem) -> bool:
+    """Whether a step has convolutions whose kernels differ from client to client."""
+    gradient, (tree, shapes, n_batch), rows = gradient_of(local.loss), _shapes(problem), local.plan.max_batch
+    alone = kernels(_traced(gradient, tree, shapes, n_batch, rows).jaxpr.jaxpr)
+    if not alone:
+        return False
+    held, *own = _arguments(tree, shapes, n_batch, rows)
+    two = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), own)
+    return kernels(jax.make_jaxpr(jax.vmap(gradient, (None, 0, 0)))(held, *two).jaxpr) > alone
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(function: Callable[..., Any], tree: Any, shapes: Any, n_batch: int, rows: int) -> Any:
+    """The operations of `function(held, params, batch)` on so many rows, as JAX sees them."""
+    with on_cpu():
+        return jax.jit(function).trace(*_arguments(tree, shapes, n_batch, rows))
+
+
+def _arguments(tree: Any, shapes: Any, n_batch: int, rows: int) -> Any:
     leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in shapes[:-n_batch]]
     leaves += [jax.ShapeDtypeStruct((rows, *shape[1:]), dtype) for shape, dtype in shapes[-n_batch:]]
-    return most_alive(jax.make_jaxpr(function)(*jax.tree.unflatten(tree, leaves)).jaxpr)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def most_alive(jaxpr: Any) -> int:
@@ -100,14 +153,36 @@ def most_alive(jaxpr: Any) -> int:
     for line, eqn in enumerate(jaxpr.eqns):
         made |= {v: _bytes(v.aval) for v in eqn.outvars}
         alive += sum(made[v] for v in eqn.outvars)
-        inner = max((most_alive(sub) for sub in _programs_in(eqn.params)), default=0)
+        inner = max((most_alive(sub) for sub in programs_in(eqn.params)), default=0)
         most = max(most, alive + inner)
         over = {v for v in (*eqn.invars, *eqn.outvars) if not _is_constant(v) and last_use.get(v, line) <= line}
         alive -= sum(made.pop(v, 0) for v in over)
     return most
 
 
-def _programs_in(parameters: dict[str, Any]) -> list[Any]:
+def kernels(jaxpr: Any) -> int:
+    """The number of separate kernels in a program's convolutions, which grows if clients with kernels of their own are
+    computed at once.
+
+    >>> image, kernel = jnp.ones((1, 1, 8)), jnp.ones((1, 1, 3))
+    >>> def convolved(image, kernel):
+    ...     return jax.lax.conv(image, kernel, (1,), "SAME")
+    >>> kernels(jax.make_jaxpr(convolved)(image, kernel).jaxpr)
+    1
+    >>> kernels(jax.make_jaxpr(jax.vmap(convolved, (0, None)))(image[None].repeat(2, 0), kernel).jaxpr)
+    1
+    >>> kernels(jax.make_jaxpr(jax.vmap(convolved))(image[None].repeat(2, 0), kernel[None].repeat(2, 0)).jaxpr)
+    2
+    """
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            found += eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+        found += sum(kernels(inner) for inner in programs_in(eqn.params))
+    return found
+
+
+def programs_in(parameters: dict[str, Any]) -> list[Any]:
     """The programs that an operation consists of: a loop's body, the branches of a condition."""
     found = jax.tree.leaves(list(parameters.values()), is_leaf=lambda value: hasattr(value, "eqns"))
     return [getattr(value, "jaxpr", value) for value in found if hasattr(value, "eqns")]

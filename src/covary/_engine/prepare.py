@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +14,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from covary._engine.buffers import carrying
-from covary._engine.devices import AXIS, lay_out, on_devices
+from covary._engine.devices import AXIS, Place, lay_out, layout_of, on_devices
 from covary._engine.evaluate import evaluation_of
 from covary._engine.local import LocalProgram
-from covary._engine.memory import fitted
-from covary._engine.place import choose_place
+from covary._engine.memory import fitted, step_flops
+from covary._engine.place import DEEP_STEP, choose_place
 from covary._engine.plan import Layout, Plan, plan_rounds
 from covary._engine.program import NEVER, Accounts, Control, Program, Roster, State, TargetAt, World
 from covary._engine.store import OWNER
@@ -91,10 +92,13 @@ def prepare(
 
     # What is compiled, and where it runs
     where = _store(store, algorithm, plan, starts[0], problem.data.streamed, resumable)
-    local = LocalProgram(plan.local, problem.loss.holding(), unravel, _supported(training.precision))
-    place = choose_place(plan, local, algorithm, starts[0], problem, devices, width, members)
+    loss = problem.in_precision(_supported(training.precision)).holding()
+    local = LocalProgram(plan.local, loss, unravel)
+    flops = step_flops(local, problem)
+    place = choose_place(plan, flops, local, starts[0], problem, devices, width, members)
     local = fitted(local, problem, place.width * members, microbatch)
-    evaluation = evaluation_of(problem, in_program, unravel, members)
+    of_one = flops / 3 / plan.local.max_batch  # a gradient takes three times as much as the loss
+    evaluation = evaluation_of(problem, in_program, unravel, members, of_one)
     program = Program(
         recipe=algorithm.recipe or algorithm,
         plan=plan,
@@ -106,6 +110,7 @@ def prepare(
         average=training.average is not None,
         resident=where == "device",
         streamed=problem.data.streamed,
+        deep=flops >= DEEP_STEP,
     )
 
     # What it reads
@@ -231,4 +236,12 @@ def initial(algorithm: Algorithm, job: Job, points: int | None = None) -> State:
         return state
     rows = of_all_seeds(algorithm.init_client, job.plan.n_clients + -job.plan.n_clients % len(place.devices))
     spec = PartitionSpec(*[None] * len(axes), AXIS)
-    return lay_out(place, state)._replace(clients=lay_out(place, rows, spec))
+    return lay_out(place, state)._replace(clients=jax.tree.map(functools.partial(_first_rows, place, spec), rows))
+
+
+def _first_rows(place: Place, spec: PartitionSpec, rows: np.ndarray) -> Any:
+    """The clients' states before the first round, all the same, on the devices. Zeros are made there."""
+    if jax.process_count() > 1 or rows.take([0], axis=len(spec) - 1).any():
+        return lay_out(place, rows, spec)
+    one = len(place.devices) == 1
+    return jnp.zeros(rows.shape, rows.dtype, device=place.devices[0] if one else layout_of(place, spec))

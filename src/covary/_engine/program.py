@@ -26,6 +26,7 @@ class Program:
     average: bool
     resident: bool  # all clients' states are on the devices; else a call brings its cohort's
     streamed: bool  # a call brings its cohort's data too
+    deep: bool  # a step costs so much more than measuring it that measured and unmeasured rounds share one program
 
 
 class Roster(NamedTuple):

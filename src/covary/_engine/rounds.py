@@ -45,19 +45,21 @@ def compiled(program: Program) -> Rounds:
 
 
 @functools.lru_cache(maxsize=64)
-def compiled_round(program: Program, measured: bool) -> Rounds:
-    """`(numbers, state, key, r, cohort, world) -> state, record`: one round of a given cohort.
+def compiled_round(program: Program, measured: bool | None) -> Rounds:
+    """`(numbers, state, key, r, last, cohort, world) -> state, record`: one round of a given cohort.
 
     For client states that live outside the devices: `state.clients` and `world.roster` have one row for each of the
-    cohort, and so has `world.examples` where data is streamed.
+    cohort, and so has `world.examples` where data is streamed. With `measured=None`, the round itself decides whether
+    it is one that is measured.
     """
 
     def visit(
-        numbers: dict[str, Any], state: State, key: Any, r: Any, cohort: Any, world: World
+        numbers: dict[str, Any], state: State, key: Any, r: Any, last: Any, cohort: Any, world: World
     ) -> tuple[State, Records]:
-        return one_round(program, numbers, measured, state, wrap(key), r, world, cohort)
+        wanted = due(program, r, last) if measured is None else measured
+        return one_round(program, numbers, wanted, state, wrap(key), r, world, cohort)
 
-    return spread(program, visit, (EVERYWHERE, shared_state(0), *[EVERYWHERE] * 3, shared_world(program)))
+    return spread(program, visit, (EVERYWHERE, shared_state(0), *[EVERYWHERE] * 4, shared_world(program)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,38 +176,50 @@ def loop(
     """Rounds while any member is running, up to `until` and at most a chunk.
 
     Measured and unmeasured rounds are two loops inside one, so that a GPU waits for the host only at the end of each
-    loop.
+    loop. Where a round takes long, they are one loop instead, whose rounds decide, because compilation takes long too.
     """
     every, end = program.eval_every, jnp.minimum(until, first + program.chunk)
-    step = jax.jit(step, static_argnums=0, inline=True)  # so that it is traced once for its shapes and for the loop
+    shared = program.deep and every > 1
+    # compiled functions are traced once, for the shapes of the records and for the loop
+    step = jax.jit(step, static_argnums=() if shared else 0, inline=True)
 
     def running(until: Any) -> Callable[[Any], Any]:
         return lambda carry: (carry[0] < until) & jnp.any(~carry[1].control.reached & ~carry[1].control.diverged)
 
-    def body(measured: bool) -> Callable[[Any], Any]:
+    def body(measured: bool | None) -> Callable[[Any], Any]:
         def one(carry: Any) -> Any:
             r, state, records = carry
-            state, record = step(measured, state, key, r + 1, world)
+            wanted = due(program, r + 1, last) if measured is None else measured
+            state, record = step(wanted, state, key, r + 1, world)
             return r + 1, state, jax.tree.map(lambda rows, row: rows.at[r - first].set(row), records, record)
 
         return one
 
     def until_measured(carry: Any) -> Any:
-        due = jnp.minimum((carry[0] // every + 1) * every, last)
-        carry = jax.lax.while_loop(running(jnp.minimum(due - 1, end)), body(False), carry)
-        return jax.lax.while_loop(running(jnp.minimum(due, end)), body(True), carry)
+        following = jnp.minimum((carry[0] // every + 1) * every, last)
+        carry = jax.lax.while_loop(running(jnp.minimum(following - 1, end)), body(False), carry)
+        return jax.lax.while_loop(running(jnp.minimum(following, end)), body(True), carry)
 
-    shapes = jax.eval_shape(functools.partial(step, True), state, key, jnp.asarray(first) + 1, world)[1]
+    first = jnp.asarray(first)
+    if shared:
+        shapes = jax.eval_shape(step, due(program, first + 1, last), state, key, first + 1, world)[1]
+    else:
+        shapes = jax.eval_shape(functools.partial(step, True), state, key, first + 1, world)[1]
     empty = jax.tree.map(lambda s: jnp.zeros((program.chunk, *s.shape), s.dtype), shapes)
-    start = (jnp.asarray(first), state, empty)
-    _, state, records = jax.lax.while_loop(running(end), body(True) if every == 1 else until_measured, start)
+    whole = body(None) if shared else body(True) if every == 1 else until_measured
+    _, state, records = jax.lax.while_loop(running(end), whole, (first, state, empty))
     return state, records
+
+
+def due(program: Program, r: Any, last: Any) -> Any:
+    """Whether round r is one that is measured."""
+    return (r % program.eval_every == 0) | (r == last)
 
 
 def one_round(
     program: Program,
     numbers: dict[str, Any],
-    measured: bool,
+    measured: Any,
     state: State,
     key: Any,
     r: Any,
@@ -214,7 +228,8 @@ def one_round(
 ) -> tuple[State, Records]:
     """Round r of one run. A run that has reached its target or diverged stays as it is.
 
-    Where it is not measured, its loss, metrics, drift, control error and control change are NaN.
+    Where it is not measured, its loss, metrics, drift, control error and control change are NaN. `measured` is a bool,
+    or a traced one if the program serves both kinds of rounds; the drift is then always computed.
     """
     # The round: a cohort, its exchanges, the server's new state
     algorithm = rebuild(program.recipe, numbers)
@@ -223,7 +238,9 @@ def one_round(
     key = jax.random.fold_in(key, r)
     exchanges = algorithm.trips(program.plan.steps_on_wire)
     rows = take(program, state.clients, cohort)  # fields (S / devices, d), as has `new`
-    server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, measured)
+    traced = isinstance(measured, jax.Array)
+    server, new, drift = exchanged(program, exchanges, state, rows, cohort, key, world, traced or measured)
+    drift = jnp.where(measured, drift, jnp.nan)
 
     # The scale of rounding, and the average
     accounts = state.accounts
@@ -235,17 +252,23 @@ def one_round(
     after = state._replace(server=server, accounts=accounts)
 
     # Whether it is finite, and whether it meets the target
-    ok, values = finite(server), only_if(measured, lambda: evaluate(program, after, world))
-    if measured:
-        ok &= jnp.isfinite(values.get("loss", 0.0))
-    if measured and program.evaluation.names:
+    values = only_if(measured, columns(program), server[0], lambda: evaluate(program, after, world))
+    ok = finite(server) & (jnp.isfinite(values.get("loss", 0.0)) | jnp.logical_not(measured))
+    if program.evaluation.names:
         metric = jnp.stack([values[name] for name in program.evaluation.names])[world.target.index]
         hit = targets.met(world.target.direction, metric, world.target.value)
         after = after._replace(control=after.control._replace(reached=state.control.reached | hit))
 
     state = commit(program, state, after, rows, new, cohort, ok)
-    values |= only_if(measured, lambda: control_error(program, algorithm, state, world))
-    values |= only_if(measured, lambda: control_change(program, algorithm, cohort, rows, new))
+    if algorithm.invariant is not None:
+        values |= only_if(
+            measured,
+            ("control_error", "control_change"),
+            server[0],
+            lambda: (
+                control_error(program, algorithm, state, world) | control_change(program, algorithm, cohort, rows, new)
+            ),
+        )
     return state, {**values, "cohort": cohort, "drift": drift}
 
 
@@ -280,11 +303,21 @@ def evaluate(program: Program, state: State, world: World) -> dict[str, Any]:
     return values
 
 
-def only_if(measured: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The measurements, or NaN in the same form."""
-    if measured:
-        return work()
-    return jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), jax.eval_shape(work))
+def columns(program: Program) -> tuple[str, ...]:
+    """The names of what `evaluate` measures."""
+    names = program.evaluation.names
+    return (*names, *(f"average_{name}" for name in names)) if program.average else names
+
+
+def only_if(measured: Any, names: tuple[str, ...], x: Any, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The measurements of these names, each a number of the type of x, or NaN for each."""
+
+    def none() -> dict[str, Any]:
+        return {name: jnp.full((), jnp.nan, x.dtype) for name in names}
+
+    if isinstance(measured, jax.Array):
+        return jax.lax.cond(measured, work, none)
+    return work() if measured else none()
 
 
 def finite(server: Any) -> Any:

@@ -31,7 +31,7 @@ class Simulation(ABC):
         self.job, self.algorithm, self.rounds = job, job.algorithm, job.training.rounds
         self.key = np.asarray(jax.random.key_data(jax.random.key(job.training.seed)))
         self.history = History(log)
-        self.watch, self.saved = Watch(job.algorithm, job.p), 0  # the round of the last checkpoint
+        self.watch, self.saved = Watch(job.algorithm, job.p, job.starts[0].size), 0  # the round of the last checkpoint
         self.traffic = traffic_by_kind(job.algorithm, job.plan.steps_on_wire, job.starts[0])
 
     @property
@@ -52,9 +52,9 @@ class Simulation(ABC):
     def clients(self) -> Any:
         """The states of all clients, field by field."""
 
-    def control_error(self) -> float:
+    def control_error(self, clients: Any = None) -> float:
         """‖c - sum p_i c_i‖ over all clients; a difference beyond rounding stops the run."""
-        return self.watch.error(self.state, self.clients(), self.seen)
+        return self.watch.error(self.state, self.clients() if clients is None else clients, self.seen)
 
     def state_on_host(self) -> State:
         """The state without the clients', in NumPy."""

@@ -19,7 +19,7 @@ from covary._engine.cohort import where
 from covary._engine.devices import AXIS, lay_out
 from covary._engine.local import LocalProgram, in_parts, loss_at
 from covary._engine.program import Program, State, World
-from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start
+from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start, due
 from covary.algorithm import Algorithm
 from covary.data.federated import FederatedData, StreamedData
 
@@ -74,8 +74,8 @@ class Stream:
                 if warm:
                     state, record = compiled_warm_start(self.program)(numbers, given, key, r, cohort, world)
                 else:
-                    measured = r % self.program.eval_every == 0 or r == last
-                    state, record = compiled_round(self.program, measured)(numbers, given, key, r, cohort, world)
+                    wanted = None if self.program.deep else bool(due(self.program, r, last))
+                    state, record = compiled_round(self.program, wanted)(numbers, given, key, r, last, cohort, world)
 
                 # The last round: its rows are written and its result is handed out while this one computes
                 for write in writes:

@@ -15,6 +15,7 @@ from covary._engine.devices import to_host
 from covary._engine.history import Log
 from covary._engine.prepare import Job, initial
 from covary._engine.program import State
+from covary._engine.rounds import due
 from covary._engine.simulation import Simulation, one_row
 from covary._engine.store import DiskStore, HostStore
 from covary._engine.stream import Span, Stream, streamed_loss
@@ -44,7 +45,8 @@ class Streamed(Simulation):
             for state, record, cohort, warm in handed_out:
                 state = to_host(state._replace(clients=None))
                 row = one_row(unmeasured | record, cohort, job.plan)
-                good = not (job.passes and self._due(self.history.rounds + 1)) or bool(np.isfinite(row["loss"][0]))
+                judged_here = job.passes and due(program, self.history.rounds + 1, self.rounds)
+                good = not judged_here or bool(np.isfinite(row["loss"][0]))
                 count = int(state.control.round) - self.history.rounds if good else 0
                 self.history.add(row, count, *self.traffic[warm])
                 if not good:
@@ -60,14 +62,10 @@ class Streamed(Simulation):
         if self.watch.due:
             self.control_error()
 
-    def _due(self, r: int) -> bool:
-        """Whether round r is measured."""
-        return r % self.job.program.eval_every == 0 or r == self.rounds
-
     def _pass_over_data(self, r: int, state: State) -> dict[str, Any]:
         """What the host measures itself: the loss of streamed data, if it is needed."""
         data = self.job.problem.data
-        if not isinstance(data, StreamedData) or not self.job.passes or not self._due(r):
+        if not isinstance(data, StreamedData) or not self.job.passes or not due(self.job.program, r, self.rounds):
             return {}
         program, held = self.job.program, (self.job.world.frozen, buffers_of(state.server))
         at_once = program.evaluation.at_once

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-MOST = 16  # with more arrays than this, one vector is faster
+SMALL = 2**14  # numbers below which arrays share a block
 
 
 @jax.tree_util.register_pytree_node_class
@@ -84,13 +85,28 @@ def _number(other: Any) -> Any:
 
 
 class Form:
-    """The conversion between a flat vector, blocks, and a model's params."""
+    """The conversion between a flat vector, blocks, and a model's params.
+
+    A block is one of the model's large arrays, or all small ones together, whose own operations would take longer than
+    their numbers.
+
+    >>> params = {"w": jnp.ones((200, 200)), "b": jnp.zeros(200), "scale": jnp.full(3, 2.0)}
+    >>> x, unravel = jax.flatten_util.ravel_pytree(params)
+    >>> form = Form(unravel, x)
+    >>> [block.shape for block in form.split(x).arrays], form.params(form.split(x))["scale"].tolist()
+    ([(200, 200), (203,)], [2.0, 2.0, 2.0])
+    >>> bool((form.join(form.split(x)) == x).all())
+    True
+    """
 
     def __init__(self, unravel: Callable[[Any], Any], x: Any):
-        params = jax.eval_shape(unravel, x)
-        leaves, self.tree = jax.tree.flatten(params)
+        leaves, self.tree = jax.tree.flatten(jax.eval_shape(unravel, x))
         self.unravel, self.shape = unravel, x.shape
-        self.whole = len(leaves) > MOST or any(leaf.dtype != x.dtype for leaf in leaves)
+        self.whole = any(leaf.dtype != x.dtype for leaf in leaves)
+        small = [place for place, leaf in enumerate(leaves) if leaf.size < SMALL]
+        self.small = small if len(small) > 1 else []
+        self.large = [place for place in range(len(leaves)) if place not in self.small]
+        self.shapes = [leaf.shape for leaf in leaves]
 
     def as_one(self) -> Form:
         """The same, without blocks."""
@@ -100,18 +116,31 @@ class Form:
 
     def split(self, tree: Any) -> Any:
         """Every vector of R^d in a message or state as blocks."""
-        if self.whole:
-            return tree
-        return jax.tree.map(lambda v: Blocks(jax.tree.leaves(self.unravel(v))) if v.shape == self.shape else v, tree)
+        return tree if self.whole else jax.tree.map(lambda v: self._blocks(v) if v.shape == self.shape else v, tree)
 
     def join(self, tree: Any) -> Any:
         """All blocks as vectors again."""
 
         def flat(v: Any) -> Any:
-            return jnp.concatenate([a.reshape(-1) for a in v.arrays]) if isinstance(v, Blocks) else v
+            return jnp.concatenate([a.reshape(-1) for a in self._leaves(v)]) if isinstance(v, Blocks) else v
 
         return jax.tree.map(flat, tree, is_leaf=lambda v: isinstance(v, Blocks))
 
     def params(self, y: Any) -> Any:
         """The model's params of a vector in either form."""
-        return jax.tree.unflatten(self.tree, y.arrays) if isinstance(y, Blocks) else self.unravel(y)
+        return jax.tree.unflatten(self.tree, self._leaves(y)) if isinstance(y, Blocks) else self.unravel(y)
+
+    def _blocks(self, v: Any) -> Blocks:
+        leaves = jax.tree.leaves(self.unravel(v))
+        together = [jnp.concatenate([leaves[place].reshape(-1) for place in self.small])] if self.small else []
+        return Blocks([leaves[place] for place in self.large] + together)
+
+    def _leaves(self, y: Blocks) -> list[Any]:
+        """The arrays of the model, in its order."""
+        if not self.small:
+            return y.arrays
+        *large, together = y.arrays
+        ends = np.cumsum([int(np.prod(self.shapes[place])) for place in self.small])[:-1]
+        parts = zip(self.small, jnp.split(together, ends), strict=True)
+        leaves = dict(zip(self.large, large, strict=True)) | {at: a.reshape(self.shapes[at]) for at, a in parts}
+        return [leaves[place] for place in range(len(leaves))]

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from covary.cli import compiling
 from covary.errors import CheckpointWarning, DivergenceWarning
 from covary.runs.folder import plain
 from covary.trackers import TrackerWarning
@@ -64,7 +65,9 @@ class Terminal:
     @contextlib.contextmanager
     def progress(self, unit: str, total: int | None = None, done: int = 0) -> Iterator[Bar | Lines]:
         """Show progress: a bar that disappears at the end, or lines if there is no terminal."""
-        if not self.err.is_terminal or self.quiet:
+        lines = not self.err.is_terminal or self.quiet
+        compiling.follow(self.say if lines and not self.quiet else None)
+        if lines:
             yield Lines(self, unit, total)
             return
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # the column that shrinks on a narrow terminal
@@ -97,9 +100,11 @@ class Terminal:
 
 
 class Speed(ProgressColumn):
-    """Rounds per second; before the first round ends, how long it and its compilation have taken."""
+    """Rounds per second; before the first round ends, what is compiled, or how long it has taken."""
 
     def render(self, task: Task) -> Text:
+        if text := compiling.NOW.text():
+            return Text(text, style="dim")
         speed = task.finished_speed or task.speed
         if task.fields["unit"] != "rounds":
             return Text("")

@@ -86,7 +86,7 @@ def run(
     with common.run_folder(context, terminal, f"run-{algorithm}", out, checkpoint, resume, show) as folder:
         folder.describe(algorithm=str(chosen), problem=of.title, clients=[of.described()])
         with terminal.progress("rounds", rounds) as progress, tracker(folder, progress, str(chosen), context) as also:
-            progress.update(what="compiling")
+            progress.update(what="preparing")
 
             def log(number: int, values: dict[str, float]) -> None:
                 nonlocal trimmed
@@ -177,7 +177,7 @@ def sweep(
     with common.run_folder(context, terminal, f"sweep-{algorithm}", out, checkpoint, resume, show) as folder:
         folder.describe(problem=of.title, grid=list(grid), clients=[of.described()])
         with terminal.progress("rounds", rounds) as progress:
-            progress.update(what="compiling")
+            progress.update(what="preparing")
 
             def log(number: int, values: dict[str, float]) -> None:
                 progress.update(number, f"{algorithm}  {best_text(values)}")
