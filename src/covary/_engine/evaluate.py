@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from covary._engine.convolutions import fast_on_cpu
 from covary._engine.devices import AXIS, Place
 from covary._engine.local import in_parts, loss_at
 from covary._engine.memory import rows_that_fit, value_of
@@ -77,6 +78,7 @@ def measure(
 def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: Any, weights: Any) -> Any:
     """f, the loss over all examples, computed in parts that fit into memory and divided among the devices."""
 
+    @fast_on_cpu
     def of(rows: Any, weights: Any) -> Any:
         return loss_at(evaluation.loss, params, rows, weights)
 
@@ -94,8 +96,8 @@ def training_loss(evaluation: Evaluation, place: Place, params: Any, examples: A
 
 def tested(evaluation: Evaluation, params: Any, tested_on: Any) -> dict[str, Any]:
     """The metrics: means of one number per example in parts that fit into memory, others on all examples at once."""
-    metrics, means = evaluation.metrics, evaluation.means
-    assert metrics is not None
+    assert evaluation.metrics is not None
+    metrics, means = fast_on_cpu(evaluation.metrics), evaluation.means
     n = len(jax.tree.leaves(tested_on)[0])
     if n <= evaluation.tested_at_once or not means:
         return averaged(metrics(params, tested_on))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.convolutions import fast_on_cpu
 from covary._engine.plan import Layout, LocalPlan, batch_bounds
 from covary._engine.vectors import Form
 from covary.algorithm import Exchange
@@ -146,7 +147,7 @@ def gradient(program: LocalProgram, form: Form, batch: Any, inside: Any, key: An
         def of(rows: Any, weights: Any) -> Any:
             rows, numbers = rows
             keys = keys_of_examples(key, numbers) if program.loss.draws else None
-            return jax.grad(lambda y: loss_at(program.loss, form.params(y), rows, weights, keys))(y)
+            return fast_on_cpu(jax.grad(lambda y: loss_at(program.loss, form.params(y), rows, weights, keys)))(y)
 
         return in_parts(of, (batch, numbers), weights, program.at_once)
 
@@ -172,7 +173,7 @@ class GradientWithBuffers:
         def of(y: Any) -> Any:
             return self.program.loss.stepping(self.form.params(y), self.batch, self.key, old)
 
-        slope, new = jax.grad(of, has_aux=True)(y)
+        slope, new = fast_on_cpu(jax.grad(of, has_aux=True))(y)
         if self.buffers is self.old:
             self.buffers = self.form.split(new)
         return slope

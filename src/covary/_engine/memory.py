@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.convolutions import kernels, programs_in
 from covary._engine.local import LocalProgram, keys_of_examples, loss_at
 from covary.checks import whole
 from covary.errors import refused
@@ -158,34 +159,6 @@ def most_alive(jaxpr: Any) -> int:
         over = {v for v in (*eqn.invars, *eqn.outvars) if not _is_constant(v) and last_use.get(v, line) <= line}
         alive -= sum(made.pop(v, 0) for v in over)
     return most
-
-
-def kernels(jaxpr: Any) -> int:
-    """The number of separate kernels in a program's convolutions, which grows if clients with kernels of their own are
-    computed at once.
-
-    >>> image, kernel = jnp.ones((1, 1, 8)), jnp.ones((1, 1, 3))
-    >>> def convolved(image, kernel):
-    ...     return jax.lax.conv(image, kernel, (1,), "SAME")
-    >>> kernels(jax.make_jaxpr(convolved)(image, kernel).jaxpr)
-    1
-    >>> kernels(jax.make_jaxpr(jax.vmap(convolved, (0, None)))(image[None].repeat(2, 0), kernel).jaxpr)
-    1
-    >>> kernels(jax.make_jaxpr(jax.vmap(convolved))(image[None].repeat(2, 0), kernel[None].repeat(2, 0)).jaxpr)
-    2
-    """
-    found = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "conv_general_dilated":
-            found += eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-        found += sum(kernels(inner) for inner in programs_in(eqn.params))
-    return found
-
-
-def programs_in(parameters: dict[str, Any]) -> list[Any]:
-    """The programs that an operation consists of: a loop's body, the branches of a condition."""
-    found = jax.tree.leaves(list(parameters.values()), is_leaf=lambda value: hasattr(value, "eqns"))
-    return [getattr(value, "jaxpr", value) for value in found if hasattr(value, "eqns")]
 
 
 def _is_constant(v: Any) -> bool:

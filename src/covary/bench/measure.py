@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import pty
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from covary.algorithms import scaffold
 from covary.bench import deploy as deployed
 from covary.bench import peers, torch_rivals
+from covary.bench.deep import GPT_14M, GPT_14M_LOOPED, GPT_124M, RESNET, SMALL_RESNET, DeepWorkload
 from covary.bench.workloads import CNN, W1, W2, Workload
 from covary.data.federated import FederatedData
 from covary.models import logistic_regression
@@ -166,6 +168,87 @@ def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
             work = _attempt(lambda c=compiled: torch_rivals.per_client_loop(workload, 1 if quick else 3, device, c))
             records.append({"what": "round", "workload": "CNN", "who": who, **work})
     return records
+
+
+def deep(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """Deep networks: the first round and a later one, each contender in a new process with empty caches.
+
+    covary's first round is timed again in a second process. Without a GPU, the network is a small one.
+    """
+    gpu = jax.devices()[0].platform == "gpu"
+    tiny = replace(SMALL_RESNET, model=replace(SMALL_RESNET.model, widths=(4, 8)), n_clients=4, cohort=2, steps=2)
+    workloads = [RESNET, GPT_14M, GPT_14M_LOOPED, GPT_124M] if gpu else [tiny if quick else SMALL_RESNET]
+    records = []
+    for workload in workloads:
+        records += [{"what": "deep", "workload": workload.name, **row} for row in _deep_rows(workload, gpu, quick, say)]
+    return records
+
+
+def _deep_rows(workload: DeepWorkload, gpu: bool, quick: bool, say: Say) -> Iterator[dict[str, Any]]:
+    rounds, theirs = (4, 2) if quick else (7, 4)
+    low: dict[str, str] = {"precision": "bfloat16"}
+    ours: dict[str, dict[str, Any]] = {"covary, bfloat16": low, "covary": {}} if gpu else {"covary": {}}
+    large = workload is GPT_124M
+    if large:
+        ours = {"covary, bfloat16": low, "the same, states on the host": low | {"store": "host"}}
+    for who, how in ours.items():
+        with tempfile.TemporaryDirectory() as caches:
+            for number in range(1 if large else 2):
+                say(f"{workload.name}: {who}{' in a second process' if number else ''}")
+                code = f"deep_round({workload!r}, {rounds}, **{how!r})"
+                row = _in_new_process(code, caches)
+                if number:
+                    yield {"who": f"{who}, in a second process", "first": row.get("first"), "seconds": None}
+                else:
+                    yield {"who": who, **row}
+    if importlib.util.find_spec("torch") is None or workload in (GPT_14M_LOOPED, GPT_124M):
+        return
+    for precision in (None, "bfloat16") if gpu else (None,):
+        for mode in ("eager", "compile", "graph") if gpu else ("eager", "compile"):
+            who = f"PyTorch, {mode}{', bfloat16' if precision else ''}"
+            say(f"{workload.name}: {who}")
+            with tempfile.TemporaryDirectory() as caches:
+                code = f"time_loop({workload!r}, {mode!r}, {precision!r}, {theirs})"
+                yield {"who": who, **_in_new_process(code, caches)}
+
+
+def deep_round(workload: DeepWorkload, rounds: int, **how: Any) -> dict[str, float]:
+    """Seconds until the first round of SCAFFOLD is done, seconds of the fastest later one, and bytes."""
+    problem, clock = workload.problem(), Clock()
+    simulate(
+        scaffold(eta_l=torch_rivals.ETA_L),
+        problem,
+        rounds,
+        clients_per_round=workload.cohort,
+        local_steps=workload.steps,
+        batch_size=workload.batch,
+        eval_every=10**6,
+        log=clock.tick,
+        **how,
+    )
+    model = jax.eval_shape(workload.model.init, jax.random.key(0))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
+    return {
+        "first": clock.ticks[0][0] - clock.start,
+        "seconds": clock.fastest(),
+        "parameters": parameters,
+        "states": 4 * parameters * (workload.n_clients + 2),  # every c_i, c and x
+        "peak": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
+    }
+
+
+def _in_new_process(code: str, caches: str) -> dict[str, Any]:
+    """The dict that an expression on deep workloads returns, or why there is none."""
+    names = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {name: caches for name in names if name != "JAX_COMPILATION_CACHE_DIR"}
+    module = "deep_torch" if code.startswith("time_loop") else "measure"
+    program = f"import json; from covary.bench.deep import *; from covary.bench.{module} import *"
+    program += f"; print(json.dumps({code}))"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"first": None, "seconds": None, "why": (done.stderr.strip().splitlines() or ["killed"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def first(quick: bool, say: Say) -> list[dict[str, Any]]:

@@ -13,13 +13,13 @@ from covary.cli.terminal import Terminal
 from covary.errors import refused
 from covary.runs.folder import RunFolder
 
-PARTS = ("rounds", "sweep", "cnn", "first", "growth", "deploy")
+PARTS = ("rounds", "sweep", "cnn", "deep", "first", "growth", "deploy")
 
 
 def bench(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="Any of rounds, sweep, cnn, first, growth, deploy. \\[default: rounds sweep]"),
+        typer.Argument(help="Any of rounds, sweep, cnn, deep, first, growth, deploy. \\[default: rounds sweep]"),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny sizes: checks that it runs; the times mean nothing.")
@@ -31,7 +31,7 @@ def bench(
 ) -> None:
     """Time the paper's round in covary, in PyTorch and in other installed simulators, side by side.
 
-    PARTS are any of rounds, sweep, cnn, first, growth and deploy.
+    PARTS are any of rounds, sweep, cnn, deep, first, growth and deploy.
     Only ratios within one run are meaningful. The comparison needs PyTorch (pip install torch).
 
     Example: covary bench rounds sweep
@@ -82,6 +82,13 @@ def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:
             for r in rows
         ]
         terminal.show(plain_table(f"One round of {workload}", ["", "ms", "× covary"], body))
+    deep = [r for r in records if r["what"] == "deep"]
+    for workload in dict.fromkeys(r["workload"] for r in deep):
+        rows = [r for r in deep if r["workload"] == workload]
+        base = rows[0]["seconds"]
+        body = [[r["who"], *_first_and_later(r, base)] for r in rows]
+        columns = ["", "first round, s", "then ms", "× covary"]
+        terminal.show(plain_table(f"One round of {workload}", columns, body))
     for r in records:
         if r["what"] == "sweep":
             ratio = r["seconds"] / r["one"]
@@ -100,3 +107,11 @@ def _show(terminal: Terminal, records: list[dict[str, Any]]) -> None:
             )
         elif r["what"] == "linear":
             terminal.show(f"{r['in']} = {r['value']}: {1000 * r['seconds']:.2f} ms per round.")
+
+
+def _first_and_later(row: dict[str, Any], base: float | None) -> list[str]:
+    """The first round and a later one as text, or why there is none."""
+    if row["first"] is None:
+        return [row["why"], "", ""]
+    first, seconds = f"{row['first']:.1f}", row["seconds"]
+    return [first, f"{1000 * seconds:.0f}", f"{seconds / base:.2f}" if base else ""] if seconds else [first, "", ""]
