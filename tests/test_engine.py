@@ -22,6 +22,7 @@ from covary._engine import place, store
 from covary._engine.cohort import sample
 from covary._engine.local import LocalProgram
 from covary._engine.plan import plan_rounds
+from covary._engine.prepare import initial, prepare
 from covary._engine.rounds import compiled, compiled_sample
 from covary.runs import machine
 from covary.training import Training
@@ -421,6 +422,43 @@ def test_bad_engine_options_are_rejected():
             cv.simulate(cv.scaffold(0.1), problem, 1, store=typo)
     with pytest.raises(cv.CovaryError, match="precision must be"):
         cv.simulate(cv.scaffold(0.1), problem, 1, precision="float8")
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"devices": 3}, {"store": "host"}, {"average": 0.5}, {"warm_start": True}], ids=str
+)
+def test_measured_and_unmeasured_rounds_of_deep_models_are_one_program(monkeypatch, how):
+    settings = {"rounds": 8, **TRAINING, "eval_every": 3, **how}
+    apart = cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), **settings)
+    monkeypatch.setattr("covary._engine.prepare.DEEP_STEP", 0)
+    together = cv.simulate(cv.scaffold(0.1), small_logistic(SIZES), **settings)
+    np.testing.assert_allclose(together.x, apart.x, rtol=1e-12)
+    assert together.history.keys() == apart.history.keys()
+    for name, column in apart.history.items():
+        np.testing.assert_allclose(together.history[name], column, rtol=1e-9, atol=1e-15, err_msg=name)
+
+
+def test_a_deep_model_is_compiled_once(monkeypatch):
+    class Marked:
+        def init(self, key):
+            return jnp.ones(3)
+
+        def loss(self, w, batch):
+            return jnp.mean(jnp.atan2(batch[0] @ w, 1.0))
+
+    rng = np.random.default_rng(0)
+    test = (rng.normal(size=(4, 3)),)
+    problem = cv.supervised(Marked(), cv.FederatedData.from_clients([test] * 2), test)
+
+    def copies(deep_step, every):
+        monkeypatch.setattr("covary._engine.prepare.DEEP_STEP", deep_step)
+        training = Training(9, local_steps=2, eval_every=every)
+        job = prepare(cv.scaffold(0.1), problem, training, seeds=[0], x0=None)
+        key = jax.random.key_data(jax.random.key(0))
+        given = (dict(job.algorithm.numbers), initial(job.algorithm, job), key, 9, 9, job.world)
+        return compiled(job.program).lower(*given).as_text().count("atan2")
+
+    assert copies(0, every=3) == copies(0, every=1) < copies(np.inf, every=3)
 
 
 class Convolution:

@@ -109,6 +109,11 @@ def _pooled(x: Any) -> Any:
     return x.reshape(n, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4))
 
 
+def _wide(logits: Any) -> Any:
+    """In float32 at least, as a softmax needs more digits than a product."""
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
 @jax.custom_jvp
 def _cross_entropy(logits: Any, y: Any) -> Any:
     picked = jnp.take_along_axis(logits, jnp.asarray(y, int)[:, None], axis=1)[:, 0]
@@ -167,7 +172,7 @@ def _cnn_init(n_classes: int, side: int) -> Callable[[Any], Any]:
 
 
 def _linear_loss(params: Any, batch: Any) -> Any:
-    return _cross_entropy(_linear(params, batch[0]), batch[1])
+    return _cross_entropy(_wide(_linear(params, batch[0])), batch[1])
 
 
 def _linear_metrics(params: Any, batch: Any) -> dict[str, Any]:
@@ -175,7 +180,7 @@ def _linear_metrics(params: Any, batch: Any) -> dict[str, Any]:
 
 
 def _mlp_loss(params: Any, batch: Any) -> Any:
-    return _cross_entropy(_two_layers(params, batch[0]), batch[1])
+    return _cross_entropy(_wide(_two_layers(params, batch[0])), batch[1])
 
 
 def _mlp_metrics(params: Any, batch: Any) -> dict[str, Any]:
@@ -183,7 +188,7 @@ def _mlp_metrics(params: Any, batch: Any) -> dict[str, Any]:
 
 
 def _cnn_loss(params: Any, batch: Any) -> Any:
-    return _cross_entropy(_convolutional(params, batch[0]), batch[1])
+    return _cross_entropy(_wide(_convolutional(params, batch[0])), batch[1])
 
 
 def _cnn_metrics(params: Any, batch: Any) -> dict[str, Any]:

@@ -121,11 +121,14 @@ def simulate(
         store: where client states live: "device", "host" (memory), "disk" (a temporary folder) or a folder. The default
             is the first of these with enough room.
         devices: the number of devices that share the cohort. The default is as many as make the round faster.
-        width: the number of clients that a device computes at once. The default is the fastest.
+        width: the number of clients that a device computes at once. The default is the fastest by rule: large
+            convolutions one by one, as everything large on a CPU; otherwise as many clients as fit into memory.
         microbatch: the most examples whose gradient a client computes at once. A larger batch is divided, and its
             gradient is the same up to rounding. The default is what fits into memory.
-        precision: "bfloat16" rounds the factors of matrix products in local steps, on a GPU or TPU. States, sums and
-            evaluation keep their precision.
+        precision: "bfloat16" computes the loss and its gradient in local steps with the params and examples rounded to
+            bfloat16, on a GPU or TPU: products, convolutions and attention are then faster. The model itself, control
+            variates, their sums, buffers and evaluation keep their precision. A loss that takes the keyword argument
+            `precision` gets everything as it is, and does its own rounding; the argument is None in evaluation.
         checkpoint: a folder for checkpoints, saved every `checkpoint_every` rounds and at the end: the server's state,
             every client's state, and the history. The same call with the same folder resumes from the last intact
             checkpoint and gives the numbers of an uninterrupted run; a finished run returns at once. With a checkpoint,
@@ -166,7 +169,7 @@ def simulate(
     run = (
         _debugged(job, log) if debug else _result(algorithm, _simulated(job, log, store, checkpoint, checkpoint_every))
     )
-    _warn_of_divergence(run)
+    _warn_of_divergence(run, precision)
     return run
 
 
@@ -252,7 +255,7 @@ def _params(job: Job, x: np.ndarray) -> Any:
     return job.problem.complete(jax.tree.map(np.asarray, job.program.local.unravel(x)))
 
 
-def _warn_of_divergence(run: Run) -> None:
+def _warn_of_divergence(run: Run, precision: str | None) -> None:
     """Warn if the run is no longer finite, or if its loss has grown by a factor of a million."""
     text = None
     losses = run.history.get("loss", np.empty(0))
@@ -271,4 +274,6 @@ def _warn_of_divergence(run: Run) -> None:
             f"Its step-size is too large for this problem ({sizes or 'see the algorithm'}): try eta_l a factor of 3 to "
             "10 smaller, or fewer local steps."
         )
+        if precision is not None:
+            fix += f" If it stays finite without precision={precision!r}, that precision has too few digits for it."
         warnings.warn(f"{text} {fix}", DivergenceWarning, stacklevel=3)

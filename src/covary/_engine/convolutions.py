@@ -62,10 +62,14 @@ def _result(eqn: Any, values: list[Any]) -> Any:
 
 def _reordered(parameter: Any) -> Any:
     """A parameter of an operation; the programs in it, such as a loop's body, with their convolutions reordered."""
-    if _is_program(parameter):
-        return jax.make_jaxpr(_evaluated(parameter))(*parameter.in_avals) if _convolves(parameter.jaxpr) else parameter
-    several = isinstance(parameter, tuple) and any(map(_is_program, parameter))
-    return tuple(map(_reordered, parameter)) if several else parameter
+    if isinstance(parameter, core.ClosedJaxpr):
+        again = jax.make_jaxpr(_evaluated(parameter)) if _convolves(parameter.jaxpr) else None
+        return parameter if again is None else again(*parameter.in_avals)
+    if isinstance(parameter, core.Jaxpr):  # of jax.checkpoint; it has no constants
+        return _reordered(core.ClosedJaxpr(parameter, ())).jaxpr
+    if isinstance(parameter, tuple) and any(isinstance(part, core.ClosedJaxpr) for part in parameter):
+        return tuple(map(_reordered, parameter))
+    return parameter
 
 
 def _convolution(
@@ -83,10 +87,6 @@ def _convolution(
         **params,
     )
     return jnp.transpose(result, tuple(np.argsort((of_result[0], *of_result[2:], of_result[1]))))
-
-
-def _is_program(parameter: Any) -> bool:
-    return hasattr(parameter, "jaxpr") and hasattr(parameter, "in_avals")
 
 
 def _convolves(jaxpr: Any) -> bool:
