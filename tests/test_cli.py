@@ -7,10 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
+import torch
 from helpers import HANGS, covary, covary_process, wait_until
 
-from covary.bench import measure, torch_rivals
+from covary.bench import deep_torch, measure, torch_rivals
+from covary.bench.deep import GPT, DeepWorkload, ResNet
 
 
 def test_compare_makes_a_table_a_picture_and_raw_results(tmp_path):
@@ -109,10 +113,39 @@ def test_bench_works(run, tmp_path, monkeypatch):
     assert (folder / "speed.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("model", [ResNet((8, 16)), GPT(2, 16, 2, 50, 8), GPT(2, 16, 2, 50, 8, looped=True)], ids=str)
+def test_the_deep_networks_are_the_same_in_both_libraries(model):
+    workload = DeepWorkload("tiny", model, n_clients=3, cohort=2, steps=2, batch=4, size=8)
+    rival = (deep_torch.TorchGPT if isinstance(model, GPT) else deep_torch.TorchResNet)(model)
+    params = model.init(jax.random.key(0))
+    assert sum(p.numel() for p in rival.parameters()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    few = tuple(a[:4] for a in workload.examples)
+    theirs = rival.loss([torch.from_numpy(a) for a in few]).item()
+    choices = model.vocabulary if isinstance(model, GPT) else model.classes
+    assert theirs == pytest.approx(np.log(choices), rel=0.5)
+    assert model.loss(params, few) == pytest.approx(np.log(choices), rel=0.5)
+
+
+def test_both_loops_of_deep_networks_take_their_rounds():
+    workload = DeepWorkload("tiny", GPT(1, 16, 2, 50, 8), n_clients=3, cohort=2, steps=2, batch=4, size=8)
+    ours, theirs = measure.deep_round(workload, 3), deep_torch.time_loop(workload, "eager", None, 3)
+    assert min(ours["first"], ours["seconds"], theirs["first"], theirs["seconds"]) > 0
+
+
+@pytest.mark.nightly
+def test_bench_deep_works(tmp_path):
+    done = covary_process("bench", "deep", "--quick", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = {record["who"]: record for record in json.loads(done.stdout)["records"]}
+    assert records["covary"]["seconds"] > 0
+    assert records["covary, in a second process"]["first"] < records["covary"]["first"]
+    assert records["PyTorch, eager"]["seconds"] > 0
+
+
 def test_bench_rejects_unknown_parts(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
-    assert "PARTS must be any of rounds, sweep, cnn, first, growth" in done.stderr
+    assert "PARTS must be any of rounds, sweep, cnn, deep, first, growth" in done.stderr
 
 
 def test_help_and_reports_load_no_jax(tmp_path):

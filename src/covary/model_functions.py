@@ -18,19 +18,38 @@ import numpy as np
 
 from covary.errors import CovaryError, refused
 
-# For programs that run once: XLA saves on the passes and the tuning of kernels that make them fast.
-QUICKLY = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_gpu_autotune_level": 0,
-}
+# For programs that run once, by platform: XLA saves on the passes and the tuning of kernels that make them fast.
+FEW_PASSES = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICKLY = {"cpu": FEW_PASSES, "gpu": FEW_PASSES | {"xla_gpu_autotune_level": 0}}
+
+
+def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for few calls."""
+    return jax.jit(function, compiler_options=QUICKLY.get(jax.default_backend()))
+
+
+def compiled_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on the CPU, which compiles a model's `init` faster than a GPU, if JAX is configured with it.
+
+    >>> compiled_on_cpu(lambda x: 2 * x)(jnp.ones(2)).tolist()
+    [2.0, 2.0]
+    """
+    if _cpu() is None:
+        return compiled_quickly(function)
+    compiled = jax.jit(function, compiler_options=QUICKLY["cpu"])
+
+    return lambda *args: compiled(*jax.device_put(args, _cpu()))
 
 
 def on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Run on the CPU inside, which compiles a model's `init` faster than a GPU, if JAX is configured with it."""
+    """The CPU as JAX's device inside, if JAX is configured with it."""
+    return contextlib.nullcontext() if _cpu() is None else jax.default_device(_cpu())
+
+
+def _cpu() -> Any:
     with contextlib.suppress(RuntimeError):
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
-    return contextlib.nullcontext()
+        return jax.local_devices(backend="cpu")[0]
+    return None
 
 
 @dataclass(frozen=True)
@@ -157,9 +176,7 @@ def trained_only(init: Callable[[Any], Any], trainable: Any) -> tuple[_TrainedOn
     if not any(chosen):
         raise refused("trainable", "true for at least one parameter", "none selected", f"Paths: {some}.")
     split = Split(jax.tree.structure(shapes), tuple(paths), tuple(map(bool, chosen)))
-    with on_cpu():
-        params = jax.jit(init, compiler_options=QUICKLY)(jax.random.fold_in(jax.random.key(0), 0))
-    frozen = split.part(params, trained=False)
+    frozen = split.part(compiled_on_cpu(init)(jax.random.fold_in(jax.random.key(0), 0)), trained=False)
     for path, leaf in frozen.items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             fix = "Keep random keys out of the params; a loss gets one as its argument."
@@ -219,8 +236,7 @@ def buffers_at_start(model: Any, params: Any) -> tuple[np.ndarray | None, FromVe
     if not has:
         return None, None
     traced("init_buffers", model.init_buffers, jax.random.key(0))
-    with on_cpu():
-        buffers = jax.jit(model.init_buffers, compiler_options=QUICKLY)(jax.random.key(0))
+    buffers = compiled_on_cpu(model.init_buffers)(jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(buffers)
     if not leaves:
         raise refused("init_buffers(key)", "a tree with at least one array", repr(buffers), "Leave it out instead.")

@@ -18,13 +18,14 @@ from covary.checks import non_negative, positive
 from covary.data.federated import FederatedData
 from covary.errors import InvalidInput, refused
 from covary.model_functions import (
-    QUICKLY,
     ModelFunction,
     Split,
     as_it_is_now,
     buffers_at_start,
     check_metrics,
     check_new_buffers,
+    compiled_on_cpu,
+    compiled_quickly,
     on_cpu,
     rows_of,
     shape_of_params,
@@ -113,12 +114,13 @@ class Problem:
     def _initial(self, seed: int) -> Any:
         """The model's initial params, in NumPy."""
         with on_cpu():
-            return jax.tree.map(np.asarray, self._compiled_init(jax.random.fold_in(jax.random.key(seed), 0)))
+            key = jax.random.fold_in(jax.random.key(seed), 0)
+        return jax.tree.map(np.asarray, self._compiled_init(key))
 
     @cached_property
     def _compiled_init(self) -> Callable[[Any], Any]:
         shared = isinstance(self.init, FunctionType)  # a method is compiled for this problem, and freed with it
-        return _compiled_init(self.init) if shared else jax.jit(self.init, compiler_options=QUICKLY)
+        return _compiled_init(self.init) if shared else compiled_on_cpu(self.init)
 
     def lowered(self) -> str:
         """The loss and the metrics as XLA text. Two models with the same text are the same."""
@@ -378,20 +380,20 @@ def lower_bound(G: float, mu: float = 1.0) -> Problem:
 
 @functools.lru_cache(maxsize=64)
 def _compiled_init(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.jit(init, compiler_options=QUICKLY)
+    return compiled_on_cpu(init)
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_loss(bare: ModelFunction) -> Callable[[Any, Any, Any], Any]:
     """`(held, params, batch) -> loss of the batch`."""
-    return jax.jit(lambda held, *given: bare.holding(*held)(*given), compiler_options=QUICKLY)
+    return compiled_quickly(lambda held, *given: bare.holding(*held)(*given))
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_losses(bare: ModelFunction) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
     """`(held, params, batch) -> loss of the batch, of the batch repeated, of each example`."""
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @compiled_quickly
     def losses(held: Any, params: Any, batch: Any) -> tuple[Any, Any, Any]:
         loss = bare.holding(*held)
         twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch)
