@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from covary._engine.convolutions import fast_on_cpu
 from covary._engine.local import loss_at
 from covary._engine.plan import client_weights
 from covary.checks import whole
@@ -72,7 +73,7 @@ class Oracle:
         self.examples = problem.data.on_device, jax.device_put(problem.held)
         self._product = self._hessian_product()
         self.compiled = _Compiled(
-            *(jax.jit(getattr(self, f"_{name}")) for name in _Compiled._fields)  # freed with this object
+            *(jax.jit(fast_on_cpu(getattr(self, f"_{name}"))) for name in _Compiled._fields)  # freed with this object
         )
 
     @classmethod
