@@ -37,11 +37,11 @@ def orders(jaxpr):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("inside", ["nothing", "scan", "cond", "custom_jvp", "checkpoint", "vmap"])
+@pytest.mark.parametrize("inside", ["nothing", "scan", "cond", "custom_jvp", "checkpoint", "vmap", "jit", "solve"])
 def test_gradients_are_the_same_wherever_the_convolution_is(form, inside):
     axes, image_shape, kernel_shape, more = FORMS[form]
     rng = np.random.default_rng(0)
-    image, kernel = rng.normal(size=image_shape), rng.normal(size=kernel_shape)
+    image, kernel, table = (rng.normal(size=shape) for shape in (image_shape, kernel_shape, image_shape))
     settings = {"window_strides": (1,) * (len(image_shape) - 2), "padding": "SAME", **more}
 
     def convolved(image, kernel):
@@ -55,8 +55,19 @@ def test_gradients_are_the_same_wherever_the_convolution_is(form, inside):
             return jax.lax.cond(kernel.sum() > -1e9, convolved, lambda *args: 0 * convolved(*args), image, kernel)
         if inside == "custom_jvp":
             return jax.nn.relu(convolved(image, kernel))
-        if inside == "checkpoint":
-            return jax.checkpoint(convolved)(image, kernel)
+        if inside == "checkpoint":  # around a function with a constant
+            constant = jnp.asarray(table)
+            return jax.checkpoint(jax.jit(lambda image, kernel: convolved(image + constant, kernel)))(image, kernel)
+        if inside == "jit":
+            return jax.jit(convolved)(image, kernel)
+        if inside == "solve":  # beside a solver, and inside one
+            size = kernel.size
+
+            def matrix(v):
+                return 50 * v + jnp.sum(convolved(image, v.reshape(kernel.shape))) / size
+
+            solved, _ = jax.scipy.sparse.linalg.cg(matrix, kernel.reshape(-1), maxiter=3)
+            return convolved(image, kernel) * jnp.linalg.solve(3 * jnp.eye(size), solved).sum()
         if inside == "vmap":
             return jax.vmap(convolved)(jnp.stack([image, 2 * image]), jnp.stack([kernel, kernel + 1]))
         return convolved(image, kernel)

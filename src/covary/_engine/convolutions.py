@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-
 
 def fast_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with its convolutions in that order, if it runs on a CPU. It must not be differentiated any more.
@@ -49,26 +47,31 @@ def _evaluated(program: Any) -> Callable[..., list[Any]]:
 
 
 def _result(eqn: Any, values: list[Any]) -> Any:
-    params = eqn.params
-    if eqn.primitive.name == "conv_general_dilated":
+    primitive, params = eqn.primitive, eqn.params
+    if primitive.name == "conv_general_dilated":
         return [_convolution(*values, **params)]
-    if eqn.primitive.name in INLINED:
-        inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        return _evaluated(inner)(*values)
-    reordered = {name: _reordered(value) for name, value in params.items()}
-    result = eqn.primitive.bind(*values, **reordered)
-    return result if eqn.primitive.multiple_results else [result]
+    if any(map(_convolves, programs_in(params))):
+        if primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # the derivative has been taken
+            return _evaluated(params["call_jaxpr"])(*values)
+        if "prevent_cse" in params:  # jax.checkpoint: computed anew, not taken from the forward pass
+            if params["differentiated"] and params["prevent_cse"]:
+                values = jax.lax.optimization_barrier(values)
+            return _evaluated(core.ClosedJaxpr(params["jaxpr"], ()))(*values)
+        params = {name: _reordered(value) for name, value in params.items()}
+    given = primitive.get_bind_params(params)  # before JAX 0.10, functions and params
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    with eqn.ctx.manager:
+        result = primitive.bind(*functions, *values, **params)
+    return result if primitive.multiple_results else [result]
 
 
 def _reordered(parameter: Any) -> Any:
     """A parameter of an operation; the programs in it, such as a loop's body, with their convolutions reordered."""
-    if isinstance(parameter, core.ClosedJaxpr):
-        again = jax.make_jaxpr(_evaluated(parameter)) if _convolves(parameter.jaxpr) else None
-        return parameter if again is None else again(*parameter.in_avals)
-    if isinstance(parameter, core.Jaxpr):  # of jax.checkpoint; it has no constants
-        return _reordered(core.ClosedJaxpr(parameter, ())).jaxpr
+    if isinstance(parameter, core.ClosedJaxpr) and _convolves(parameter.jaxpr):
+        return jax.make_jaxpr(_evaluated(parameter))(*parameter.in_avals)
     if isinstance(parameter, tuple) and any(isinstance(part, core.ClosedJaxpr) for part in parameter):
-        return tuple(map(_reordered, parameter))
+        parts = map(_reordered, parameter)
+        return type(parameter)(*parts) if hasattr(parameter, "_fields") else tuple(parts)
     return parameter
 
 

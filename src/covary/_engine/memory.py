@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from covary._engine.convolutions import kernels, programs_in
 from covary._engine.local import LocalProgram, keys_of_examples, loss_at
 from covary.checks import whole
 from covary.errors import refused
-from covary.model_functions import ModelFunction, on_cpu
+from covary.model_functions import ModelFunction
 from covary.problem import Problem
 from covary.runs.machine import device_memory
 
@@ -105,21 +106,49 @@ def _shapes(problem: Problem) -> tuple[Any, Any, int]:
 @functools.lru_cache(maxsize=256)
 def _bytes_of_rows(function: Callable[..., Any], tree: Any, shapes: Any, n_batch: int, rows: int) -> int:
     """Bytes of the largest set of arrays that are needed at the same time for a batch of so many rows."""
-    return most_alive(_traced(function, tree, shapes, n_batch, rows).jaxpr.jaxpr)
+    return most_alive(_traced(function, tree, shapes, n_batch, rows))
 
 
 def step_flops(local: LocalProgram, problem: Problem) -> float:
     """Floating-point operations of one local step."""
-    traced = _traced(gradient_of(local.loss), *_shapes(problem), local.plan.max_batch)
-    with on_cpu():  # lowering for the CPU counts operations; that for a GPU does so after compilation
-        analysis = traced.lower(lowering_platforms=("cpu",)).cost_analysis() or {}
-    return float(analysis.get("flops", 0.0))
+    return operations(_traced(gradient_of(local.loss), *_shapes(problem), local.plan.max_batch))
+
+
+def operations(jaxpr: Any) -> float:
+    """Floating-point operations of a program: two for each pair of a product or convolution, else one for each result.
+
+    >>> def product(x):
+    ...     return x @ x
+    >>> x = jnp.ones((10, 10))
+    >>> operations(jax.make_jaxpr(product)(x).jaxpr)
+    2000.0
+    >>> operations(jax.make_jaxpr(lambda x: jax.lax.scan(lambda x, _: (product(x), None), x, None, 7))(x).jaxpr)
+    14000.0
+    """
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        inside = [operations(inner) for inner in programs_in(eqn.params)]
+        each = float(sum(getattr(v.aval, "size", 0) for v in eqn.outvars))
+        match eqn.primitive.name:
+            case "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                total += 2 * each * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+            case "conv_general_dilated":
+                kernel = eqn.invars[1].aval
+                total += 2 * each * kernel.size / kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            case "scan":
+                total += eqn.params["length"] * sum(inside)
+            case "cond":
+                total += max(inside)
+            case _:
+                total += sum(inside) if inside else each
+    return total
 
 
 def clients_convolve(local: LocalProgram, problem: Problem) -> bool:
     """Whether a step has convolutions whose kernels differ from client to client."""
     gradient, (tree, shapes, n_batch), rows = gradient_of(local.loss), _shapes(problem), local.plan.max_batch
-    alone = kernels(_traced(gradient, tree, shapes, n_batch, rows).jaxpr.jaxpr)
+    alone = kernels(_traced(gradient, tree, shapes, n_batch, rows))
     if not alone:
         return False
     held, *own = _arguments(tree, shapes, n_batch, rows)
@@ -129,9 +158,8 @@ def clients_convolve(local: LocalProgram, problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _traced(function: Callable[..., Any], tree: Any, shapes: Any, n_batch: int, rows: int) -> Any:
-    """The operations of `function(held, params, batch)` on so many rows, as JAX sees them."""
-    with on_cpu():
-        return jax.jit(function).trace(*_arguments(tree, shapes, n_batch, rows))
+    """The operations of `function(held, params, batch)` on so many rows."""
+    return jax.make_jaxpr(function)(*_arguments(tree, shapes, n_batch, rows)).jaxpr
 
 
 def _arguments(tree: Any, shapes: Any, n_batch: int, rows: int) -> Any:

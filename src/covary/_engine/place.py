@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from covary._engine.devices import Place, available
+from covary._engine.devices import Place, agreed, available
 from covary._engine.local import LocalProgram
 from covary._engine.memory import clients_convolve, clients_that_fit
 from covary._engine.plan import Plan
@@ -51,4 +51,5 @@ def choose_place(
         return Place(found, 1 if flops * members >= SMALL_STEP else each)
     if flops * members >= SMALL_CONVOLUTION and clients_convolve(local, problem):
         return Place(found, 1)
-    return Place(found, max(1, min(each, clients_that_fit(local, problem, x) // members)))
+    fit = clients_that_fit(local, problem, x) // members
+    return Place(found, agreed(max(1, min(each, fit))))

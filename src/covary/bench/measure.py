@@ -198,7 +198,7 @@ def _deep_rows(workload: DeepWorkload, gpu: bool, quick: bool, say: Say) -> Iter
                 code = f"deep_round({workload!r}, {rounds}, **{how!r})"
                 row = _in_new_process(code, caches)
                 if number:
-                    yield {"who": f"{who}, in a second process", "first": row.get("first"), "seconds": None}
+                    yield row | {"who": f"{who}, in a second process", "seconds": None}
                 else:
                     yield {"who": who, **row}
     if importlib.util.find_spec("torch") is None or workload in (GPT_14M_LOOPED, GPT_124M):
