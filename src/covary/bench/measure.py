@@ -170,7 +170,7 @@ def cnn(quick: bool, say: Say) -> list[dict[str, Any]]:
     return records
 
 
-def deep(quick: bool, say: Say) -> list[dict[str, Any]]:
+def deep(quick: bool, say: Say) -> Iterator[dict[str, Any]]:
     """Deep networks: the first round and a later one, each contender in a new process with empty caches.
 
     covary's first round is timed again in a second process. Without a GPU, the network is a small one.
@@ -178,10 +178,9 @@ def deep(quick: bool, say: Say) -> list[dict[str, Any]]:
     gpu = jax.devices()[0].platform == "gpu"
     tiny = replace(SMALL_RESNET, model=replace(SMALL_RESNET.model, widths=(4, 8)), n_clients=4, cohort=2, steps=2)
     workloads = [RESNET, GPT_14M, GPT_14M_LOOPED, GPT_124M] if gpu else [tiny if quick else SMALL_RESNET]
-    records = []
     for workload in workloads:
-        records += [{"what": "deep", "workload": workload.name, **row} for row in _deep_rows(workload, gpu, quick, say)]
-    return records
+        for row in _deep_rows(workload, gpu, quick, say):
+            yield {"what": "deep", "workload": workload.name, **row}
 
 
 def _deep_rows(workload: DeepWorkload, gpu: bool, quick: bool, say: Say) -> Iterator[dict[str, Any]]:
