@@ -175,8 +175,7 @@ class Problem:
             return self.loss
         loss = replace(self.loss, precision=precision)
         try:
-            _, batch = self.shapes
-            traced("loss", loss, self.shapes[0], batch)
+            traced("loss", loss, *self.shapes)
         except TypeError as error:
             error.add_note(
                 f"With precision={precision!r}, the real numbers of params and batch are {precision}. A loss that "

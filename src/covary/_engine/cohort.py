@@ -76,7 +76,7 @@ def exchange_all(
         mean = jax.tree.map(lambda leaf, own=own: total(place, own, leaf, real), up)
         server = like(exchange.aggregate(server, mean, cohort.fraction), server)
         drift += total(place, jnp.full(len(ids), 1 / S, drift.dtype), drifts, real)
-    return server, rows, drift if measured else jnp.full_like(drift, jnp.nan)
+    return server, rows, drift
 
 
 def bound_to_data(program: Program, world: World, key: Any, measured: bool) -> Bind:

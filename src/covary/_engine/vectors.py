@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SMALL = 2**14  # numbers below which arrays share a block
+SMALL, FEW = 2**14, 8  # arrays of fewer numbers share a block if there are more than a few of them
 
 
 @jax.tree_util.register_pytree_node_class
@@ -87,14 +87,14 @@ def _number(other: Any) -> Any:
 class Form:
     """The conversion between a flat vector, blocks, and a model's params.
 
-    A block is one of the model's large arrays, or all small ones together, whose own operations would take longer than
-    their numbers.
+    A block is one of the model's arrays, or many small ones together, whose own operations would take longer than their
+    numbers.
 
-    >>> params = {"w": jnp.ones((200, 200)), "b": jnp.zeros(200), "scale": jnp.full(3, 2.0)}
+    >>> params = {"scales": [jnp.full(3, float(k)) for k in range(10)], "w": jnp.ones((200, 200))}
     >>> x, unravel = jax.flatten_util.ravel_pytree(params)
     >>> form = Form(unravel, x)
-    >>> [block.shape for block in form.split(x).arrays], form.params(form.split(x))["scale"].tolist()
-    ([(200, 200), (203,)], [2.0, 2.0, 2.0])
+    >>> [block.shape for block in form.split(x).arrays], form.params(form.split(x))["scales"][2].tolist()
+    ([(200, 200), (30,)], [2.0, 2.0, 2.0])
     >>> bool((form.join(form.split(x)) == x).all())
     True
     """
@@ -104,7 +104,7 @@ class Form:
         self.unravel, self.shape = unravel, x.shape
         self.whole = any(leaf.dtype != x.dtype for leaf in leaves)
         small = [place for place, leaf in enumerate(leaves) if leaf.size < SMALL]
-        self.small = small if len(small) > 1 else []
+        self.small = small if len(small) > FEW else []
         self.large = [place for place in range(len(leaves)) if place not in self.small]
         self.shapes = [leaf.shape for leaf in leaves]
 
