@@ -424,6 +424,27 @@ def test_bad_engine_options_are_rejected():
         cv.simulate(cv.scaffold(0.1), problem, 1, precision="float8")
 
 
+def test_many_small_arrays_beside_a_large_one_are_the_model_that_they_are():
+    class Layers:
+        def init(self, key):
+            keys = jax.random.split(key, 12)
+            small = {f"layer{k}": {"w": jax.random.normal(keys[k], (3, 3)), "b": jnp.ones(3)} for k in range(11)}
+            return small | {"wide": jax.random.normal(keys[11], (3, 6_000)) / 100}
+
+        def loss(self, params, batch):
+            x, y = batch
+            for name in sorted(params.keys() - {"wide"}):
+                x = jnp.tanh(x @ params[name]["w"] + params[name]["b"])
+            return jnp.mean((jnp.tanh(x @ params["wide"]).sum(axis=1) - y) ** 2)
+
+    rng = np.random.default_rng(0)
+    data = cv.FederatedData.from_clients([(rng.normal(size=(n, 3)), rng.normal(size=n)) for n in (6, 9, 7)])
+    problem, settings = cv.supervised(Layers(), data), {"clients_per_round": 2, "local_steps": 3, "batch_size": 4}
+    run, plain = (cv.simulate(cv.scaffold(0.001), problem, 3, **settings, debug=debug) for debug in (False, True))
+    np.testing.assert_allclose(run.x, plain.x, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(run.clients.c_i, plain.clients.c_i, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"devices": 3}, {"store": "host"}, {"average": 0.5}, {"warm_start": True}], ids=str
 )
