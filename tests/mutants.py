@@ -83,6 +83,7 @@ TARGETS = (
         "tests/test_oracle.py tests/test_simulate.py tests/test_flower.py"
         " -k 'drift or (plain_numpy and once and (mime or sgd)) or clip or (simulated_one and (sgd or dane-2))'",
     ),
+    Target("src/covary/draws.py", (), "tests/test_draws.py", "src/covary/draws.py"),
     Target(
         "src/covary/_engine/cohort.py",
         COHORT,
@@ -91,9 +92,9 @@ TARGETS = (
         " or streamed_data_gives or (weights and few) or drift or start_visits or numbers_of_the'",
     ),
     Target(
-        "src/covary/_engine/plan.py",
+        "src/covary/running/plan.py",
         ("client_weights", "batch_bounds", "aggregation_weights"),
-        "src/covary/_engine/plan.py tests/test_equations.py -k 'plan or mime'",
+        "src/covary/running/plan.py tests/test_equations.py -k 'plan or mime'",
         "tests/test_plain.py tests/test_journal.py -k 'numbers_of_the or sampled_cohort'",
     ),
     Target(
@@ -138,6 +139,21 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
         ): "the statement after it then chooses the new state in every step",
         ("return 3 * y", "3  ->  4"): "the gradient of a dry run is made up",
     },
+    "src/covary/draws.py": {
+        (
+            "return np.arange(N)",
+            "return np.arange(N)  ->  pass",
+        ): "a choice of N of N clients, sorted, is all of them too, only slower",
+        (
+            "for one, end in zip(drawn.tolist(), last.tolist(), strict=True):",
+            "True  ->  False",
+        ): "both have one entry per draw",
+        (
+            "high, low = (bits(each, 1)[:, 0] for each in split(keys))",
+            "1  ->  2",
+        ): "the first word does not depend on how many are drawn",
+        ("@lru_cache(maxsize=4096)", "4096  ->  4097"): "the cache changes the speed, not the numbers",
+    },
     "src/covary/_engine/cohort.py": {
         (
             "return jnp.arange(N)",
@@ -178,7 +194,7 @@ EXPLAINED: dict[str, dict[tuple[str, str], str]] = {
             "1  ->  2",
         ): "no device has a client with a negative number",
     },
-    "src/covary/_engine/plan.py": {
+    "src/covary/running/plan.py": {
         (
             "return j * batch, high - (high > size) * (high - size)  # the smaller of the two",
             "high > size  ->  high >= size",

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import covary as cv
-from covary._engine.checkpoint import CheckpointWarning
 from covary.cli import app
+from covary.running.checkpoint import CheckpointWarning
 
 COUNT = int(os.environ.get("COVARY_CONFIGURATIONS", "120"))
 SEED = int(os.environ.get("COVARY_SEED", "0"))

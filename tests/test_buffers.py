@@ -11,7 +11,8 @@ import pytest
 
 import covary as cv
 from covary._engine import memory
-from covary._engine.local import key_of_step, order_of_epoch
+from covary._engine.local import key_of_step
+from covary.draws import order_of_epoch
 from covary.errors import InvalidInput
 
 N, n = 5, 12

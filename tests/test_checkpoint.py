@@ -18,8 +18,8 @@ from helpers import ROOT, wait_until
 from killed import EVERY, outcome, problem
 
 import covary as cv
-from covary._engine.invariant import BrokenInvariant
 from covary.errors import CheckpointWarning
+from covary.running.watch import BrokenInvariant
 from covary.runs.files import Damaged, File
 from covary.runs.interrupt import Interrupted
 

@@ -20,8 +20,8 @@ from loopback import LoopbackGrid
 from typer.testing import CliRunner
 
 import covary as cv
-from covary._engine.local import order_of_epoch
 from covary.cli import app as cli
+from covary.draws import order_of_epoch
 from covary.errors import CovaryError
 from covary.flower import Limits, Settings, audit, client_app, outcome, serve, torch_client_app
 from covary.flower.journal import Order

@@ -289,7 +289,7 @@ def test_buffers_are_averaged_and_frozen_parameters_are_not_sent(tmp_path):
     assert sorted(n for n in arrays if n.startswith("buffers.")) == ["buffers.0.running_mean", "buffers.0.running_var"]
     own = []
     for i, (x, _) in enumerate(data):  # by hand: three batches of four, in the order that covary draws
-        from covary._engine.local import order_of_epoch
+        from covary.draws import order_of_epoch
 
         norm, order = batch_norm_network()[0], order_of_epoch(0, 1, 1, i, 0, 12)
         for k in range(3):

@@ -18,10 +18,10 @@ from killed import problem
 from typer.testing import CliRunner
 
 import covary as cv
-from covary._engine.checkpoint import CheckpointWarning
 from covary.cli import app
 from covary.data.idx import read_idx
 from covary.experiments import digits
+from covary.running.checkpoint import CheckpointWarning
 from covary.runs.files import File
 from covary.runs.folder import RunFolder
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import covary as cv
-from covary._engine.invariant import BrokenInvariant, Watch
+from covary.running.watch import BrokenInvariant, Watch
 
 pytestmark = pytest.mark.usefixtures("every_engine")
 

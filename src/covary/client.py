@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from covary.algorithm import Exchange, Gradient
 
 Guard = Callable[[Any, int], Any]
@@ -36,6 +33,9 @@ def client_work(
     int `max_steps`, or a traced number up to it where clients differ. Returns the upload, the client's new state and
     its drift, the mean over k = 1..K of ‖y_{i,k} - x‖² (the paper's E_r, of this client); 0 where it is not measured.
     """
+    import jax  # here, because the plain loop needs none
+    import jax.numpy as jnp
+
     local = exchange.start(down, client, full_grad)
     step = exchange.step
     zero = jnp.zeros((), jax.tree.leaves(down.x)[0].dtype)
@@ -69,8 +69,12 @@ def client_loop(
     full_grad: Gradient,
     grads: Iterable[Gradient],
     guard: Guard | None = None,
+    *,
+    measured: bool = True,
 ) -> tuple[Any, Any, Any]:
     """The same work as a plain loop over the steps' gradient functions: for NumPy, PyTorch, or a debugger.
+
+    Vectors may have leading axes, over clients that take their steps at the same time.
 
     >>> import numpy as np, covary as cv
     >>> algorithm, x = cv.scaffold(eta_l=0.5), np.array([4.0])
@@ -84,7 +88,10 @@ def client_loop(
     """
 
     def distance(local: Any) -> Any:
-        return (local.y - down.x) @ (local.y - down.x) if hasattr(local, "y") else 0.0
+        if not measured or not hasattr(local, "y"):
+            return 0.0
+        moved = local.y - down.x
+        return (moved * moved).sum(-1)
 
     local = exchange.start(down, client, full_grad)
     K, total = 0, 0.0
@@ -120,7 +127,7 @@ def dry_work(exchange: Exchange, down: Any, client: Any) -> tuple[Any, Any]:
     def grad(y: Any) -> Any:
         return 3 * y
 
-    return client_loop(exchange, down, client, grad, [grad, grad])[:2]
+    return client_loop(exchange, down, client, grad, [grad, grad], measured=False)[:2]
 
 
 def _outgoing(local: Any, down: Any, full_grad: Gradient, guard: Guard | None) -> tuple[Any, Gradient]:

@@ -21,6 +21,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint is damaged, and covary falls back to the previous one."""
 
 
+class EagerWarning(UserWarning):
+    """The steps of a PyTorch module cannot be recorded as CUDA graphs, and run one operation after the other."""
+
+
 class DivergenceWarning(UserWarning):
     """A run diverged: its values became NaN or infinite. It stops and returns its history so far."""
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from covary._engine.cohort import cohort_key, sample
-from covary._engine.evaluate import averaged
-from covary._engine.history import History, Log, traffic_by_kind
-from covary._engine.local import key_of_step, keys_of_examples, loss_at, order_of_epoch
-from covary._engine.plan import Layout, aggregation_weights, batch_bounds
-from covary._engine.prepare import Job
+from covary import draws, trees
 from covary.algorithm import Algorithm, Exchange, Gradient
 from covary.client import client_loop
+from covary.running.engine import Debugged
+from covary.running.history import History, Log, traffic_by_kind
+from covary.running.job import Job
+from covary.running.plan import Layout, aggregation_weights, batch_bounds
 
 
 class Client(NamedTuple):
@@ -94,39 +92,27 @@ def one_round(
 
 # A job of `simulate`, with its cohorts and batches
 
-
-class PlainRun(NamedTuple):
-    """What `simulate` makes a `Run` of."""
-
-    server: Any
-    clients: Any
-    average: np.ndarray
-    history: dict[str, np.ndarray]
-    reached: bool
-    diverged: bool
+Slope = Callable[[Any, tuple[int, int, int, int]], Gradient]
+"""(batch, (round, exchange, client, step)) -> the gradient of the loss on the batch. Steps are numbered from 1; 0 is
+for the gradients over all the client's data."""
+Measure = Callable[[np.ndarray], dict[str, Any]]
+"""x -> f and the metrics at x."""
 
 
-def run(job: Job, log: Log | None) -> PlainRun:
-    """The job's rounds, one client and one step after the other.
-
-    The loss is called with plain numbers before each of its gradients is taken, so that a breakpoint in it sees them.
-    """
-    with jax.disable_jit(), np.errstate(over="ignore", invalid="ignore"):
-        return _run(job, log)
-
-
-def _run(job: Job, log: Log | None) -> PlainRun:
+def run(job: Job, log: Log | None, slope: Slope, measure: Measure) -> Debugged:
+    """The job's rounds, one client and one step after the other. Its runtime supplies the model's gradients and
+    measurements."""
     algorithm, training, x = job.algorithm, job.training, job.starts[0]
-    slope = gradient_of(job)
     clients = [client_of(job, i, slope) for i in range(job.plan.n_clients)]
-    traffic = traffic_by_kind(algorithm, job.plan.steps_on_wire, x)
+    traffic = traffic_by_kind(algorithm, job.plan.steps_on_wire, x, lambda work, *states: work(*states))
     server, states = algorithm.init_server(x), [algorithm.init_client(x) for _ in clients]
     average, mass = x, 1.0
     history, reached, diverged = History(log), False, False
     for r in range(1, training.rounds + 1):
         # The cohort and its exchanges: the warm start's, or the algorithm's own
         warm = r <= len(job.visits)
-        cohort = job.visits[r - 1] if warm else drawn(job, r)
+        S = job.plan.cohort
+        cohort = job.visits[r - 1] if warm else draws.cohort(training.seed, r, job.plan.n_clients, S)
         exchanges = (algorithm.warm_start,) if warm else algorithm.trips(job.plan.steps_on_wire)
         before = server, states
         server, states, drift = one_round([e for e in exchanges if e], server, states, clients, cohort, job.p, r)
@@ -136,7 +122,7 @@ def _run(job: Job, log: Log | None) -> PlainRun:
             mass = 1 + training.decay * mass
             average = average + (server[0] - average) / mass
         due = warm or r % training.eval_every == 0 or r == training.rounds
-        row = measured(job, server, states, before[1], cohort, average, drift)
+        row = measured(job, measure, server, states, before[1], cohort, average, drift)
         row = row if due else dict.fromkeys(row, np.nan)
         finite = all(np.isfinite(field).all() for field in server) and not (due and not np.isfinite(row.get("loss", 0)))
         diverged = not finite
@@ -149,78 +135,42 @@ def _run(job: Job, log: Log | None) -> PlainRun:
         reached = due and not warm and job.target is not None and bool(job.target.met(row[job.target.metric]))
         if reached:
             break
-    rows = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-    return PlainRun(server, rows, average, history.columns(), reached, diverged)
+    rows = trees.map(lambda *leaves: np.stack(leaves), *states)
+    return Debugged(server, rows, average, history.columns(), reached, diverged)
 
 
-def drawn(job: Job, r: int) -> np.ndarray:
-    """The cohort that the engine draws for round r."""
-    key = cohort_key(jax.random.key(job.training.seed), r)
-    with jax.disable_jit(False):
-        return np.asarray(sample(key, job.plan.n_clients, job.plan.cohort))
-
-
-def gradient_of(job: Job) -> Callable[[Any, Any], Gradient]:
-    """(batch, key) -> y -> the gradient of the loss on the batch."""
-    loss, unravel = job.problem.loss, job.program.local.unravel
-
-    def at(y: Any, batch: Any, key: Any) -> Any:
-        numbers = np.arange(len(jax.tree.leaves(batch)[0]))
-        return loss_at(loss, unravel(y), batch, None, keys_of_examples(key, numbers) if loss.draws else None)
-
-    compiled = jax.jit(jax.grad(at))
-
-    def on(batch: Any, key: Any) -> Gradient:
-        def slope(y: np.ndarray) -> np.ndarray:
-            loss(unravel(y), batch)
-            with jax.disable_jit(False):
-                return np.asarray(compiled(y, batch, key))
-
-        return slope
-
-    return on
-
-
-def client_of(job: Job, i: int, gradient: Callable[[Any, Any], Gradient]) -> Client:
+def client_of(job: Job, i: int, slope: Slope) -> Client:
     """Client i of a job, with the batches that the engine draws for it."""
     data = job.problem.data.client(i)
     plan, layout = job.plan.local, Layout(*(field[i] for field in job.layout))
     size, per_epoch, K = int(layout.size), int(layout.per_epoch), int(layout.steps)
 
-    def at_step(r: int, number: int, k: int, batch: Any) -> Gradient:
-        with jax.disable_jit(False):
-            return gradient(batch, key_of_step(job.training.seed, r, number, i, k))
-
     def batch_of_step(r: int, number: int, k: int) -> Any:
         if plan.batching == "full":
             return data
         low, high = batch_bounds(plan.batching, int(layout.batch), per_epoch, size, k)
-        with jax.disable_jit(False):
-            rows = order_of_epoch(job.training.seed, r, number, i, k // per_epoch, size)[low:high]
-        return jax.tree.map(lambda leaf: leaf[rows], data)
+        rows = draws.order_of_epoch(job.training.seed, r, number, i, k // per_epoch, size)[low:high]
+        return trees.map(lambda leaf: leaf[rows], data)
 
     return Client(
-        full_grad=lambda r, number: at_step(r, number, 0, data),
-        grads=lambda r, number: (at_step(r, number, k + 1, batch_of_step(r, number, k)) for k in range(K)),
+        full_grad=lambda r, number: slope(data, (r, number, i, 0)),
+        grads=lambda r, number: (slope(batch_of_step(r, number, k), (r, number, i, k + 1)) for k in range(K)),
     )
 
 
 def measured(
-    job: Job, server: Any, states: list[Any], before: list[Any], cohort: Any, average: Any, drift: float
+    job: Job,
+    measure: Measure,
+    server: Any,
+    states: list[Any],
+    before: list[Any],
+    cohort: Any,
+    average: Any,
+    drift: float,
 ) -> dict[str, Any]:
     """A row of the history."""
-    problem, evaluation = job.problem, job.program.evaluation
     points = {"": server[0]} | ({"average_": average} if job.training.average is not None else {})
-    row: dict[str, Any] = {}
-    for prefix, x in points.items():
-        params = evaluation.unravel(x)
-        if "loss" in evaluation.names:
-            losses = [problem.loss(params, problem.data.client(i)) for i in range(problem.n_clients)]
-            row[f"{prefix}loss"] = np.asarray(job.p @ np.asarray(losses), x.dtype)
-        if problem.metrics is not None:
-            tested_on = problem.data.examples if problem.test is None else problem.test
-            for name, value in averaged(problem.metrics(params, tested_on)).items():
-                row[f"{prefix}{name}"] = np.asarray(value, x.dtype)
+    row = {f"{prefix}{name}": value for prefix, x in points.items() for name, value in measure(x).items()}
     if job.algorithm.invariant is not None:
         c, c_i = job.algorithm.invariant
         controls, old = (np.stack([getattr(state, c_i) for state in group]) for group in (states, before))

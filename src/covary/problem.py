@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,10 @@ from covary.model_functions import (
     traced,
     trained_only,
 )
+from covary.running.job import COLUMNS
 from covary.runs import machine
 
 NOISES = (0.01, 0.1)  # by which the start is moved to see how a loss behaves
-ENGINE_COLUMNS = ("round", "loss", "cohort", "drift", "control_error", "control_change", "bytes_up", "bytes_down")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,8 @@ class Problem:
     split: Split | None = None  # where some parameters are frozen
     frozen: dict[str, Any] | None = None  # these, by path
     buffers: np.ndarray | None = None  # at the start, as a vector
+
+    engine: ClassVar[str] = "covary._engine.runtime"  # the module that runs it
 
     @property
     def held(self) -> tuple[Any, Any]:
@@ -70,24 +72,25 @@ class Problem:
     def n_clients(self) -> int:
         return self.data.n_clients
 
-    @cached_property
+    @property
     def metric_names(self) -> tuple[str, ...]:
-        if self.metrics is None or (self.data.streamed and self.test is None):
+        if self.data.streamed and self.test is None:
             return ()  # a metric need not be a mean, so it cannot be measured on streamed data
-        return tuple(jax.eval_shape(self.metrics, *self.shapes))
+        return tuple(self._metric_shapes)
 
     @cached_property
     def shapes(self) -> tuple[Any, Any]:
         """The shapes of the model's params and of a small batch."""
         return shape_of_params(self.init), rows_of(self.data.examples, 2)
 
-    @cached_property
+    @property
     def means(self) -> frozenset[str]:
         """The metrics that return one number per example, of which the mean is meant."""
-        if self.metrics is None:
-            return frozenset()
-        values = jax.eval_shape(self.metrics, *self.shapes)
-        return frozenset(name for name, value in values.items() if value.shape)
+        return frozenset(name for name, value in self._metric_shapes.items() if value.shape)
+
+    @cached_property
+    def _metric_shapes(self) -> dict[str, Any]:
+        return {} if self.metrics is None else jax.eval_shape(self.metrics, *self.shapes)
 
     @cached_property
     def _few(self) -> Any:
@@ -315,7 +318,7 @@ def supervised(
         check_metrics(values, 2)
         check_metrics(traced("metrics", metrics, params, rows_of(data.examples, 3)), 3)
         for name in values:
-            if name in ENGINE_COLUMNS or name.startswith("average_"):
+            if name in COLUMNS or name.startswith("average_"):
                 raise refused("metrics", "named differently from covary's columns", repr(name), "Choose another name.")
     return Problem(init, own, metrics, data, test, split, frozen, buffers)
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from covary import plain
-from covary._engine.buffers import buffers_of, without_buffers
-from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
-from covary._engine.history import Log
-from covary._engine.prepare import Job, prepare
-from covary._engine.resident import Resident
-from covary._engine.simulation import Simulation
-from covary._engine.streamed import Streamed
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
-from covary.errors import DivergenceWarning, InvalidInput, refused
-from covary.problem import Problem
+from covary.errors import CovaryError, DivergenceWarning, InvalidInput, refused
+from covary.running.buffers import buffers_of, without_buffers
+from covary.running.checkpoint import fingerprint, opened, run_to_end, state_sizes
+from covary.running.engine import Engine, engine_of
+from covary.running.history import Log
+from covary.running.job import AnyProblem, Job
+from covary.running.simulation import Simulation
 from covary.runs.files import held
 from covary.targets import Target, direction_of
 from covary.training import Training
@@ -30,7 +27,7 @@ from covary.training import Training
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a simulation. All arrays are NumPy's."""
+    """The result of a simulation. All arrays are NumPy's, except a PyTorch module's `params`, which are a state_dict."""
 
     algorithm: Algorithm
     params: Any  # the model, in the user's own form
@@ -42,11 +39,26 @@ class Run:
     reached: int | None = None  # the round that met the target
     diverged: int | None = None  # the round that was no longer finite; the state is that of the round before
     buffers: Any = None  # the model's own, averaged over the last cohort
+    build_model: Callable[[], Any] | None = field(default=None, repr=False)
 
     @property
     def rounds(self) -> int:
         """The number of completed rounds."""
         return len(self.history["round"])
+
+    def model(self) -> Any:
+        """The trained PyTorch module: a copy of the user's, with the parameters and buffers of this run.
+
+        >>> import torch, covary as cv, covary.torch as cvt
+        >>> clients = [(torch.ones(4, 1), torch.full((4, 1), target)) for target in (1.0, 3.0)]
+        >>> problem = cvt.supervised(torch.nn.Linear(1, 1), lambda m, b: ((m(b[0]) - b[1]) ** 2).mean(), clients)
+        >>> run = cv.simulate(cv.scaffold(eta_l=0.1), problem, rounds=40, local_steps=5)
+        >>> round(run.model()(torch.ones(1)).item(), 3)
+        2.0
+        """
+        if self.build_model is None:
+            raise CovaryError("A run of debug=True has no model to build. Its parameters are run.params.")
+        return self.build_model()
 
     def rounds_to(self, metric: str, value: float) -> int | None:
         """The first round whose metric meets the value, or None.
@@ -65,7 +77,7 @@ class Run:
 
 def simulate(
     algorithm: Algorithm,
-    problem: Problem,
+    problem: AnyProblem,
     rounds: int,
     clients_per_round: int | float | None = None,
     local_steps: int | None = None,
@@ -162,22 +174,24 @@ def simulate(
     if log is not None and not callable(log):
         raise refused("log", "a function of (round, values)", type(log).__name__, "Try log=print.")
     whole("checkpoint_every", checkpoint_every, 1)
+    engine = engine_of(algorithm, problem)
     where = {"store": store, "devices": devices, "width": width, "microbatch": microbatch}
     if flag("debug", debug):
         _reject_engine_options(problem, **where, precision=precision, checkpoint=checkpoint)
-    job = prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)
-    run = (
-        _debugged(job, log) if debug else _result(algorithm, _simulated(job, log, store, checkpoint, checkpoint_every))
-    )
+    job = engine.prepare(algorithm, problem, training, seeds=[seed], x0=x0, resumable=checkpoint is not None, **where)
+    if debug:
+        run = _debugged(engine, job, log)
+    else:
+        run = _result(engine, algorithm, _simulated(engine, job, log, store, checkpoint, checkpoint_every))
     _warn_of_divergence(run, precision)
     return run
 
 
-def _reject_engine_options(problem: Problem, **given: Any) -> None:
+def _reject_engine_options(problem: AnyProblem, **given: Any) -> None:
     """Reject options that the plain server does not support."""
-    if isinstance(problem, Problem) and problem.data.streamed:
+    if problem.data.streamed:
         raise InvalidInput("debug=True needs data in memory, and this data set is streamed. Debug on a few clients.")
-    if isinstance(problem, Problem) and problem.buffers is not None:
+    if problem.buffers is not None:
         raise InvalidInput("debug=True does not carry a model's buffers. Debug the same model with its buffers fixed.")
     for name, value in given.items():
         if value is not None:
@@ -185,24 +199,25 @@ def _reject_engine_options(problem: Problem, **given: Any) -> None:
             raise refused(name, "None with debug=True", repr(value), fix)
 
 
-def _debugged(job: Job, log: Log | None) -> Run:
+def _debugged(engine: Engine, job: Job, log: Log | None) -> Run:
     """The run by the plain server."""
-    ended = plain.run(job, log)
+    ended = engine.debugged(job, log)
     done = len(ended.history.get("round", ()))
     return Run(
         algorithm=job.algorithm,
-        params=_params(job, ended.server[0]),
+        params=engine.params(job, ended.server[0], None),
         x=ended.server[0],
         server=ended.server,
         clients=ended.clients,
         history=ended.history,
-        average=_params(job, ended.average) if job.program.average else None,
+        average=None if job.training.average is None else engine.params(job, ended.average, None),
         reached=done if ended.reached else None,
         diverged=done + 1 if ended.diverged else None,
     )
 
 
 def _simulated(
+    engine: Engine,
     job: Job,
     log: Log | None,
     store: str | Path | None,
@@ -211,48 +226,45 @@ def _simulated(
 ) -> Simulation:
     """The run at its end, with checkpoints where a folder is given."""
     if checkpoint is None:
-        simulation = Resident(job, log) if job.program.resident else Streamed(job, log)
+        simulation = engine.simulation(job, log)
         simulation.advance(simulation.rounds, interrupted=lambda: False)
         return simulation
-    about = fingerprint(job, [job.algorithm], job.training.facts())
+    about = fingerprint(job, [job.algorithm], job.training.facts(), engine.about(job, job.algorithm))
     state, row = state_sizes(job.algorithm, job.starts[0])
-    rows = 8 * job.training.rounds * (job.plan.cohort + 2 * len(job.program.evaluation.names) + 16)  # at most
+    rows = 8 * job.training.rounds * (job.plan.cohort + 2 * len(job.names) + 16)  # at most
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(opened(checkpoint, about, job.plan.n_clients, state + rows, row))
+        sizes = {"n_clients": job.plan.n_clients, "shared_bytes": state + rows, "row_bytes": row}
+        checkpoints = stack.enter_context(opened(checkpoint, about, **sizes, hosts=engine.hosts()))
         if job.store not in ("device", "host", "disk"):
             if Path(job.store).resolve() == Path(checkpoint).resolve():
                 raise refused("store", "another folder than checkpoint", str(store), "Give each its own.")
             stack.enter_context(held(Path(job.store)))
-        simulation = Resident(job, log) if job.program.resident else Streamed(job, log, owner=checkpoints.run)
+        simulation = engine.simulation(job, log, owner=checkpoints.run)
         run_to_end(simulation, checkpoints, checkpoint_every)
     return simulation
 
 
-def _result(algorithm: Algorithm, simulation: Simulation) -> Run:
+def _result(engine: Engine, algorithm: Algorithm, simulation: Simulation) -> Run:
     state, job, columns = simulation.state_on_host(), simulation.job, simulation.history.columns()
     clients = simulation.clients()
     if job.algorithm.invariant is not None and simulation.history.rounds:
         error = simulation.control_error(clients)
         if np.isnan(columns["control_error"][-1]):
             columns["control_error"][-1] = error
-    done = int(state.control.round)
+    done, buffers = int(state.control.round), buffers_of(state.server)
     return Run(
         algorithm=algorithm,
-        params=_params(job, state.server[0]),
+        params=engine.params(job, state.server[0], buffers),
         x=state.server[0],
         server=without_buffers(state.server),
         clients=clients,
         history=columns,
-        average=_params(job, state.accounts.average) if job.program.average else None,
+        average=None if job.training.average is None else engine.params(job, state.accounts.average, buffers),
         reached=done if state.control.reached else None,
         diverged=done + 1 if state.control.diverged else None,
-        buffers=job.problem.buffers_of(buffers_of(state.server)),
+        buffers=engine.buffers(job, buffers),
+        build_model=lambda: engine.model(job, state.server[0], buffers),
     )
-
-
-def _params(job: Job, x: np.ndarray) -> Any:
-    """The model's params, in the user's own form."""
-    return job.problem.complete(jax.tree.map(np.asarray, job.program.local.unravel(x)))
 
 
 def _warn_of_divergence(run: Run, precision: str | None) -> None:

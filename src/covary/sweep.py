@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.checkpoint import fingerprint, opened, run_to_end, state_sizes
-from covary._engine.history import Log
-from covary._engine.members import Members, grouped
-from covary._engine.prepare import prepare, with_model
 from covary.algorithm import Algorithm
 from covary.checks import flag, whole
 from covary.errors import InvalidInput, refused
-from covary.problem import Problem
+from covary.running.buffers import with_model
+from covary.running.checkpoint import fingerprint, opened, run_to_end, state_sizes
+from covary.running.engine import engine_of
+from covary.running.history import Log
+from covary.running.job import AnyProblem
+from covary.running.members import Members
 from covary.targets import direction_of, target_of
 from covary.trackers import Tracker
 from covary.training import Training
@@ -77,7 +78,7 @@ def half_decade(value: float) -> float:
 
 def sweep(
     factory: Callable[..., Algorithm],
-    problem: Problem,
+    problem: AnyProblem,
     grid: Mapping[str, Sequence[float]],
     seeds: Sequence[int] = (0,),
     *,
@@ -152,13 +153,14 @@ def sweep(
         raise InvalidInput(
             "race=True needs a target: the race is for the fewest rounds to it. Try target=('loss', 0.1)."
         )
-    if isinstance(problem, Problem) and problem.data.streamed:
+    engine = engine_of(algorithms[0], problem)
+    if problem.data.streamed:
         raise InvalidInput(
             "A sweep runs all members on data in memory, and this data set is streamed from its folder. Sweep over a "
             "sample of the clients that fits (FederatedData.from_clients), or call simulate for each member."
         )
     training, algorithm = Training.of(locals()), algorithms[0]
-    job = prepare(
+    job = engine.prepare(
         algorithm,
         problem,
         training,
@@ -175,26 +177,24 @@ def sweep(
 
     # All members, with checkpoints where a folder is given
     algorithms = [with_model(each, problem) for each in algorithms]
-    members = Members(job, algorithms, seeds, race, grouped(len(points), len(seeds), job, algorithm, at_once), log)
+    members = engine.members(job, algorithms, seeds, race, at_once, log)
     if checkpoint is None:
         while not members.ended:
             members.advance(rounds, interrupted=lambda: False)
     else:
         own = {"points": points, "seeds": seeds, "race": race, "measure_loss": measure_loss, "groups": members.groups}
-        about = fingerprint(job, algorithms, training.facts() | own)
+        about = fingerprint(job, algorithms, training.facts() | own, engine.about(job, algorithms[0]))
         count = len(points) * len(seeds)
         state, row = state_sizes(algorithm, job.starts[0], count)
-        curves = 8 * rounds * count * (2 * len(job.program.evaluation.names) + 16)
-        with opened(checkpoint, about, job.plan.n_clients, state + curves, row) as checkpoints:
+        curves = 8 * rounds * count * (2 * len(job.names) + 16)
+        with opened(checkpoint, about, job.plan.n_clients, state + curves, row, engine.hosts()) as checkpoints:
             run_to_end(members, checkpoints, checkpoint_every)
 
     # The result
     table = [
-        _row(point, seed, members, (p, s), job.program.evaluation.names)
-        for p, point in enumerate(points)
-        for s, seed in enumerate(seeds)
+        _row(point, seed, members, (p, s), job.names) for p, point in enumerate(points) for s, seed in enumerate(seeds)
     ]
-    quality = job.program.evaluation.names
+    quality = job.names
     if measure_loss and len(quality) > 1 and (target is None or target[0] != "loss"):
         quality = tuple(name for name in quality if name != "loss")  # recorded, but not requested
     return Sweep(points, seeds, table, members.curves, quality, target)

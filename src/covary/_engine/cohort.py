@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from covary._engine.devices import AXIS, Place
 from covary._engine.local import folded, like, work_of_client
-from covary._engine.plan import aggregation_weights
 from covary._engine.program import Program, World
 from covary.algorithm import Exchange
+from covary.running.plan import aggregation_weights
 
 
 def cohort_key(key: Any, r: Any) -> Any:
@@ -24,7 +24,7 @@ def sample(key: Any, N: int, S: int) -> Any:
     """S of N clients: uniform, without replacement, in ascending order, in time that depends on S alone for large N.
 
     For many clients this is R. Floyd's method: the k-th draw is from the first N - S + k. A client that was drawn
-    before is replaced by the last of these, which cannot have been drawn yet.
+    before is replaced by the last of these, which cannot have been drawn yet. `covary.draws.sample` draws the same.
     """
     if N == S:
         return jnp.arange(N)
@@ -33,7 +33,7 @@ def sample(key: Any, N: int, S: int) -> Any:
 
     def draw(k: Any, chosen: Any) -> Any:
         last = N - S + k
-        one = jax.random.randint(jax.random.fold_in(key, k), (), 0, last + 1)
+        one = jax.random.randint(jax.random.fold_in(key, k), (), 0, last + 1, jnp.int32)  # whatever JAX's default is
         return chosen.at[k].set(jnp.where(jnp.any(chosen == one), last, one))
 
     return jnp.sort(jax.lax.fori_loop(0, S, draw, jnp.full(S, -1, jnp.arange(1).dtype)))

@@ -25,7 +25,7 @@ def configure() -> None:
     """
     folder = cache_folder()
     by_flags = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if "jax" not in sys.modules:
+    if sys.modules.get("jax") is None:
         wanted = {} if by_flags else {"JAX_NUM_CPU_DEVICES": str(cores())}
         if folder is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             wanted |= {
@@ -48,7 +48,7 @@ def configure() -> None:
 
 def tidy_environment() -> None:
     """Remove covary's settings from the environment once JAX has read them: other programs are not meant."""
-    if "jax" in sys.modules:
+    if sys.modules.get("jax") is not None:
         while _SET:
             os.environ.pop(_SET.pop(), None)
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from covary.checks import whole
+from covary.data.federated import FederatedData
 from covary.errors import refused
 from covary.problem import Problem
 
@@ -93,6 +95,28 @@ def available(count: int | None) -> tuple[Any, ...]:
     return tuple(everything[: count or len(everything)])
 
 
+_ON_DEVICE: weakref.WeakKeyDictionary[FederatedData, Any] = weakref.WeakKeyDictionary()
+
+
+def on_device(data: FederatedData) -> Any:
+    """The examples as JAX arrays, sent to the device once. A value that does not fit JAX's types is an error."""
+
+    def send(path: Any, array: np.ndarray) -> jax.Array:
+        sent = jnp.asarray(array)
+        if sent.dtype != array.dtype:
+            narrow = np.dtype(sent.dtype)
+            limits = np.finfo(narrow) if narrow.kind == "f" else np.iinfo(narrow)
+            if array.size and (array.min() < limits.min or array.max() > limits.max):
+                fix = "Scale the values, or enable JAX's 64-bit numbers (jax_enable_x64)."
+                name = f"examples{jax.tree_util.keystr(path)}"
+                raise refused(name, f"within {narrow}", f"values from {array.min():g} to {array.max():g}", fix)
+        return sent
+
+    if data not in _ON_DEVICE:
+        _ON_DEVICE[data] = jax.tree_util.tree_map_with_path(send, data.examples)
+    return _ON_DEVICE[data]
+
+
 class Sent(NamedTuple):
     """The arrays of a problem on the devices."""
 
@@ -109,7 +133,7 @@ def on_devices(problem: Problem, place: Place) -> Sent:
     devices, sent = _SENT.get(problem, (None, None))
     if sent is None or devices != place.devices:
         _SENT.pop(problem, None)  # only one copy: data can be large
-        examples = None if problem.data.streamed else lay_out(place, problem.data.on_device)
+        examples = None if problem.data.streamed else lay_out(place, on_device(problem.data))
         tested_on = examples if problem.test is None else lay_out(place, problem.test)
         sent = Sent(examples, tested_on, None if problem.frozen is None else lay_out(place, problem.frozen))
         _SENT[problem] = (place.devices, sent)

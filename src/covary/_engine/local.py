@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary._engine.convolutions import fast_on_cpu
-from covary._engine.plan import Layout, LocalPlan, batch_bounds
 from covary._engine.vectors import Form
 from covary.algorithm import Exchange
 from covary.client import Guard, client_work, dry_work
 from covary.model_functions import ModelFunction
+from covary.running.plan import Layout, LocalPlan, batch_bounds
 
 NOISE = np.uint32(2**31)  # for what a loss draws; the numbers of epochs, for their orders, are smaller
 
@@ -104,7 +104,7 @@ def _arithmetic_only(exchange: Exchange, form: Form, down: Any, client: Any) -> 
 
 def shuffle(key: Any, length: int, size: Any) -> Any:
     """A random order of a client's examples, the first `size` of `length` places. It depends on the client's own size
-    only, so that deployment draws the same."""
+    only, so that deployment draws the same (`covary.draws.order_of_epoch`)."""
     draws = jax.random.uniform(key, (length,), jnp.float32)
     return jnp.argsort(jnp.where(jnp.arange(length) < size, draws, 2.0))
 
@@ -114,18 +114,6 @@ def folded(key: Any, *numbers: Any) -> Any:
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return key
-
-
-def order_of_epoch(seed: int, r: int, exchange: int, i: int, epoch: int, size: int) -> np.ndarray:
-    """The order in which client i goes through its examples, as the engine draws it."""
-    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    return np.array(_order(key, np.array([r, exchange, i, epoch]), size))
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _order(key: Any, numbers: Any, size: int) -> Any:
-    each = (numbers[k] for k in range(len(numbers)))
-    return shuffle(folded(jax.random.wrap_key_data(key), *each), size, size)
 
 
 def key_of_step(seed: int, r: int, exchange: int, i: int, k: int) -> Any:

@@ -8,9 +8,9 @@ import numpy as np
 from covary._engine.devices import Place, agreed, available
 from covary._engine.local import LocalProgram
 from covary._engine.memory import clients_convolve, clients_that_fit
-from covary._engine.plan import Plan
 from covary.checks import whole
 from covary.problem import Problem
+from covary.running.plan import Plan
 from covary.runs.machine import device_memory
 
 # Below these numbers of floating-point operations, overhead dominates on a CPU: several devices do not pay off for a

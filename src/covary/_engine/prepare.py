@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,24 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from covary._engine.buffers import carrying
 from covary._engine.devices import AXIS, Place, lay_out, layout_of, on_devices
 from covary._engine.evaluate import evaluation_of
 from covary._engine.local import LocalProgram
 from covary._engine.memory import fitted, step_flops
 from covary._engine.place import DEEP_STEP, choose_place
-from covary._engine.plan import Layout, Plan, plan_rounds
-from covary._engine.program import NEVER, Accounts, Control, Program, Roster, State, TargetAt, World
-from covary._engine.store import OWNER
+from covary._engine.program import NEVER, Program, Roster, TargetAt, World
 from covary.algorithm import Algorithm
-from covary.data.federated import StreamedData
-from covary.errors import InvalidInput, refused
+from covary.errors import refused
 from covary.problem import Problem
-from covary.runs import machine
-from covary.targets import Target, target_of
+from covary.running.buffers import with_model
+from covary.running.job import measured_by, reject_numbers_beyond, warm_start_cohorts
+from covary.running.plan import Layout, Plan, plan_rounds
+from covary.running.simulation import CHUNK
+from covary.running.state import Accounts, Control, State
+from covary.running.store import chosen_store, store_folder
+from covary.runs.machine import device_memory
+from covary.targets import Target
 from covary.training import Training
-
-CHUNK = 100  # the most rounds in one call of a program
 
 
 class Job(NamedTuple):
@@ -50,6 +49,11 @@ class Job(NamedTuple):
     passes: bool  # the loss is measured by the host, in passes over streamed data
     target: Target | None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What compiled rounds measure."""
+        return self.program.evaluation.names
+
 
 def prepare(
     algorithm: Algorithm,
@@ -67,18 +71,10 @@ def prepare(
     members: int = 1,
 ) -> Job:
     """Check a request against its problem, and lay out what the engine needs. Nothing of the run is compiled yet."""
-    reject_others(algorithm, problem)
     algorithm = with_model(algorithm, problem)
     plan, layout, p = plan_rounds(training, algorithm, problem.data.sizes)
-    visits = _warm_start_cohorts(algorithm, plan, training.rounds) if training.warm_start else []
-
-    # What is measured, and what ends the run
-    names = ("loss", *problem.metric_names)
-    target = target_of(training.target, names)
-    wants_loss = len(names) == 1 or (target is not None and target.metric == "loss")
-    measured = names if wants_loss or (measure_loss and not problem.data.streamed) else names[1:]
-    passes = isinstance(problem.data, StreamedData) and "loss" in measured
-    in_program = tuple(name for name in measured if name != "loss") if passes else measured
+    visits = warm_start_cohorts(algorithm, plan, training)
+    in_program, passes, target = measured_by(problem, training, measure_loss)
     judged = target is not None and not passes
 
     # Where it starts
@@ -87,7 +83,7 @@ def prepare(
         x, unravel = problem.start(x0, seed)
         starts.append(x)
     assert unravel is not None
-    _reject_numbers_beyond(algorithm, starts[0].dtype)
+    reject_numbers_beyond(algorithm, starts[0].dtype)
     problem.refuse_other_losses(one_by_one=plan.local.ragged_batches or plan.local.ragged_sizes or passes)
 
     # What is compiled, and where it runs
@@ -127,45 +123,6 @@ def prepare(
     return Job(algorithm, problem, training, plan, layout, p, program, world, starts, visits, where, passes, target)
 
 
-def reject_others(algorithm: Any, problem: Any) -> None:
-    """Reject a value that is not an algorithm, or not a problem."""
-    if not isinstance(algorithm, Algorithm):
-        raise refused(
-            "algorithm", "an Algorithm", type(algorithm).__name__, "Build one, say covary.scaffold(eta_l=0.1)."
-        )
-    if not isinstance(problem, Problem):
-        raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")
-
-
-def with_model(algorithm: Algorithm, problem: Problem) -> Algorithm:
-    """The algorithm for a model: with its buffers, if it has any."""
-    return algorithm if problem.buffers is None else carrying(algorithm, problem.buffers)
-
-
-def _reject_numbers_beyond(algorithm: Algorithm, dtype: np.dtype[Any]) -> None:
-    """Reject numbers of an algorithm that the model's precision turns into 0 or infinity."""
-    for name, value in algorithm.numbers.items():
-        with np.errstate(over="ignore"):
-            cast = float(dtype.type(value))
-        if (abs(cast) < float(jnp.finfo(dtype).tiny) and value != 0) or not np.isfinite(cast):
-            raise refused(name, f"a number that {dtype} can hold", f"{value:g}", "Choose a less extreme one.")
-
-
-def _warm_start_cohorts(algorithm: Algorithm, plan: Plan, rounds: int) -> list[np.ndarray]:
-    if algorithm.warm_start is None:
-        raise InvalidInput(
-            f"warm_start=True needs control variates to set, and {algorithm.name} has none that a gradient can set. "
-            "Use warm_start=False, or scaffold."
-        )
-    cohorts = np.split(np.arange(plan.n_clients), range(plan.cohort, plan.n_clients, plan.cohort))
-    if rounds <= len(cohorts):
-        raise InvalidInput(
-            f"rounds={rounds} leaves no round to train in: the warm start visits {plan.n_clients} clients, "
-            f"{plan.cohort} at a time, which takes {len(cohorts)} rounds. Use more rounds or warm_start=False."
-        )
-    return cohorts
-
-
 def _supported(precision: str | None) -> str | None:
     if precision is not None and jax.devices()[0].platform == "cpu":
         fix = "Leave precision out: XLA's CPU products gain nothing from it."
@@ -177,33 +134,13 @@ def _store(
     store: str | Path | None, algorithm: Algorithm, plan: Plan, x: np.ndarray, streamed: bool, resumable: bool
 ) -> str:
     """Where client states live: the user's choice, else the first place with enough room."""
-    allowed = '"device", "host", "disk" or a new or empty folder'
-    if store is not None and not isinstance(store, str | Path):
-        raise refused("store", allowed, repr(store), "None decides by the size.")
-    if streamed and store == "device":
-        raise refused("store", '"host", "disk" or a folder for streamed data', repr(store), "Leave it out.")
-    if store is None:
-        rows = plan.n_clients * len(jax.tree.leaves(algorithm.init_client(x))) * x.nbytes
-        devices = 1 if jax.devices()[0].platform == "cpu" else len(jax.devices())  # CPU devices share one memory
-        fits = rows <= devices * machine.device_memory() / 4 and not streamed
-        store = "device" if fits else "host" if rows <= machine.host_memory() / 3 else "disk"
+    rows = plan.n_clients * len(jax.tree.leaves(algorithm.init_client(x))) * x.nbytes
+    devices = 1 if jax.devices()[0].platform == "cpu" else len(jax.devices())  # CPU devices share one memory
+    store = chosen_store(store, rows, devices * device_memory() / 4, streamed)
     if jax.process_count() > 1 and (streamed or store != "device"):
         fix = "Use more hosts, so that the states fit, and data that fits into each host's memory."
         raise refused("store", '"device" and data in memory when several hosts run together', repr(str(store)), fix)
-    if store in ("device", "host", "disk"):
-        return str(store)
-    if isinstance(store, str) and os.sep not in store:
-        raise refused("store", allowed, repr(store), f"A folder here is './{store}' or a Path.")
-    try:
-        Path(store).mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in Path(store).iterdir()}
-        empty = not names or (resumable and (OWNER in names or names <= {"lock", f"{OWNER}.draft"}))
-    except (OSError, ValueError) as error:
-        raise refused("store", allowed, f"{str(store)!r} ({error})", "Give a folder you can write to.") from None
-    if not empty:
-        fix = "Give a new folder: covary does not overwrite the files of another run."
-        raise refused("store", allowed, str(store), fix)
-    return str(Path(store).absolute())
+    return store_folder(store, resumable)
 
 
 def initial(algorithm: Algorithm, job: Job, points: int | None = None) -> State:

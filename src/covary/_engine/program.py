@@ -1,4 +1,4 @@
-"""What the engine compiles: the program, what it reads, and what it changes."""
+"""What the engine compiles: the program, and what it reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from covary._engine.devices import Place
 from covary._engine.evaluate import Evaluation
 from covary._engine.local import LocalProgram
-from covary._engine.plan import Layout, Plan
+from covary.running.plan import Layout, Plan
+from covary.running.state import State
 
 
 @dataclass(frozen=True)
@@ -58,31 +59,6 @@ class World(NamedTuple):
     roster: Roster
     target: TargetAt
     decay: Any  # of the weights w_r in the running average; 1 is the uniform mean
-
-
-class Control(NamedTuple):
-    """How far a run is, and whether it has ended."""
-
-    round: Any  # rounds done
-    reached: Any
-    diverged: Any
-
-
-class Accounts(NamedTuple):
-    """What is kept beside the algorithm's own state."""
-
-    average: Any  # (d,): the paper's weighted output
-    average_mass: Any  # the sum of its weights, in units of the newest
-    scale: Any  # the largest number that any control had in any round: what rounding is measured by
-
-
-class State(NamedTuple):
-    """What a program changes."""
-
-    server: Any  # the algorithm's
-    clients: Any  # the algorithm's, fields of shape (N, d), or (S, d) where they live outside the devices
-    control: Control
-    accounts: Accounts
 
 
 Records = dict[str, Any]

@@ -9,19 +9,20 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from covary._engine.devices import AXIS, lay_out, to_host
-from covary._engine.history import Log
+from covary._engine.devices import AXIS, agreed, lay_out, to_host
 from covary._engine.prepare import Job, initial
-from covary._engine.program import State
 from covary._engine.rounds import compiled, compiled_warm_start
-from covary._engine.simulation import Pace, Simulation, one_row
+from covary._engine.simulation import Compiled
+from covary.running.history import Log
+from covary.running.simulation import Pace, one_row
+from covary.running.state import State
 
 
-class Resident(Simulation):
+class Resident(Compiled):
     def __init__(self, job: Job, log: Log | None):
         super().__init__(job, log)
         self.state = initial(self.algorithm, job)
-        self.pace = Pace()
+        self.pace = Pace(agreed)
 
     def advance(self, until: int, interrupted: Callable[[], bool]) -> None:
         job, numbers = self.job, dict(self.algorithm.numbers)

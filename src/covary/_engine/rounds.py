@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from covary import targets
-from covary._engine.buffers import buffers_of
 from covary._engine.cohort import Cohort, bound_to_data, cohort_key, exchange_all, put, sample, take
 from covary._engine.devices import AXIS, sharded
 from covary._engine.evaluate import measure
 from covary._engine.invariant import control_change, control_error, largest_control
-from covary._engine.program import Program, Records, Rounds, State, World
+from covary._engine.program import Program, Records, Rounds, World
 from covary.algorithm import Exchange, rebuild
+from covary.running.buffers import buffers_of
+from covary.running.state import State
 
 EVERYWHERE = PartitionSpec()  # every device has a full copy
 

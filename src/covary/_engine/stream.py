@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec
 from covary._engine.cohort import where
 from covary._engine.devices import AXIS, lay_out
 from covary._engine.local import LocalProgram, in_parts, loss_at
-from covary._engine.program import Program, State, World
+from covary._engine.program import Program, World
 from covary._engine.rounds import compiled_round, compiled_sample, compiled_warm_start, due
 from covary.algorithm import Algorithm
 from covary.data.federated import FederatedData, StreamedData
+from covary.running.state import State
 
 AHEAD = 64  # rounds whose cohorts are drawn at once
 

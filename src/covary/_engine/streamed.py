@@ -10,19 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from covary._engine.buffers import buffers_of
 from covary._engine.devices import to_host
-from covary._engine.history import Log
 from covary._engine.prepare import Job, initial
-from covary._engine.program import State
 from covary._engine.rounds import due
-from covary._engine.simulation import Simulation, one_row
-from covary._engine.store import DiskStore, HostStore
+from covary._engine.simulation import Compiled
 from covary._engine.stream import Span, Stream, streamed_loss
 from covary.data.federated import StreamedData
+from covary.running.buffers import buffers_of
+from covary.running.history import Log
+from covary.running.simulation import one_row
+from covary.running.state import State
+from covary.running.store import DiskStore, HostStore
 
 
-class Streamed(Simulation):
+class Streamed(Compiled):
     def __init__(self, job: Job, log: Log | None, owner: str | None = None):
         super().__init__(job, log)
         x = job.starts[0]

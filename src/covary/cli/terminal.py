@@ -173,9 +173,9 @@ def metrics_text(values: dict[str, float]) -> str:
     >>> metrics_text({"loss": 0.25, "accuracy": float("nan"), "drift": 1.0})
     'loss 0.25'
     """
-    from covary.problem import ENGINE_COLUMNS
+    from covary.running.job import COLUMNS
 
-    not_shown = {*ENGINE_COLUMNS, "running"} - {"loss"}
+    not_shown = {*COLUMNS, "running"} - {"loss"}
     shown = {name: value for name, value in values.items() if name not in not_shown and not math.isnan(value)}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
 

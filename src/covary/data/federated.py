@@ -7,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from covary import trees
 from covary.checks import path as checked_path
 from covary.data.folder import read_folder, write_folder
 from covary.errors import InvalidInput, refused
@@ -39,12 +38,12 @@ class FederatedData:
     streamed = False  # True if the data is read from a folder, one cohort at a time
 
     def __init__(self, examples: Any, sizes: Sequence[int] | np.ndarray):
-        self.examples: Any = jax.tree.map(np.asarray, examples)
+        self.examples: Any = trees.map(np.asarray, examples)
         try:
             self.sizes: np.ndarray = np.asarray(sizes)
         except ValueError:
             raise refused("sizes", "a list of whole numbers, one per client", sizes, "Count the examples.") from None
-        leaves = jax.tree_util.tree_leaves_with_path(self.examples)
+        leaves = trees.leaves_with_path(self.examples)
         if not leaves or any(a.ndim == 0 for _, a in leaves):
             raise refused(
                 "examples", "arrays with one row per example", _shapes(leaves), "Pass NumPy arrays such as (x, y)."
@@ -67,7 +66,7 @@ class FederatedData:
                 "Count each client's examples.",
             )
         for path, array in leaves:
-            self._reject_non_finite(jax.tree_util.keystr(path), array)
+            self._reject_non_finite(path, array)
 
     @classmethod
     def from_clients(cls, clients: Sequence[Any]) -> FederatedData:
@@ -80,25 +79,25 @@ class FederatedData:
         if not isinstance(clients, Sequence) or len(clients) == 0:
             came = f"an empty {type(clients).__name__}" if isinstance(clients, Sequence) else type(clients).__name__
             raise refused("clients", "a list of at least one batch", came, "Pass one (x, y) per client.")
-        batches = [jax.tree.map(np.asarray, batch, is_leaf=lambda node: isinstance(node, list)) for batch in clients]
+        batches = [trees.map(np.asarray, batch, is_leaf=lambda node: isinstance(node, list)) for batch in clients]
         sizes = []
         for i, batch in enumerate(batches):
-            leaves = jax.tree.leaves(batch)
-            if jax.tree.structure(batch) != jax.tree.structure(batches[0]) or not leaves:
+            leaves = trees.leaves(batch)
+            if trees.structure(batch) != trees.structure(batches[0]) or not leaves:
                 raise refused(
-                    f"clients[{i}]", "nested like clients[0]", jax.tree.structure(batch), "Pass one (x, y) per client."
+                    f"clients[{i}]", "nested like clients[0]", trees.structure(batch), "Pass one (x, y) per client."
                 )
             if any(leaf.ndim == 0 for leaf in leaves) or len({len(leaf) for leaf in leaves}) != 1:
                 shapes = ", ".join(str(leaf.shape) for leaf in leaves)
                 raise refused(f"clients[{i}]", "arrays of equal length", f"shapes {shapes}", "Each row is one example.")
-            for leaf, first in zip(leaves, jax.tree.leaves(batches[0]), strict=True):
+            for leaf, first in zip(leaves, trees.leaves(batches[0]), strict=True):
                 if leaf.shape[1:] != first.shape[1:]:
                     allowed = f"of shape (rows, {', '.join(map(str, first.shape[1:]))})"
                     raise refused(
                         f"clients[{i}]", allowed, f"shape {leaf.shape}", "Give all clients the same features."
                     )
             sizes.append(len(leaves[0]))
-        return cls(jax.tree.map(lambda *parts: np.concatenate(parts), *batches), sizes)
+        return cls(trees.map(lambda *parts: np.concatenate(parts), *batches), sizes)
 
     @staticmethod
     def write(folder: str | Path, clients: Iterable[Any]) -> None:
@@ -140,7 +139,7 @@ class FederatedData:
             raise refused("stream", "True, False or None", repr(stream), "None decides by the size.")
         examples, sizes = read_folder(checked_path("folder", folder))
         if stream is None:
-            stream = sum(leaf.nbytes for leaf in jax.tree.leaves(examples)) > device_memory() / 4
+            stream = sum(leaf.nbytes for leaf in trees.leaves(examples)) > device_memory() / 4
         return StreamedData(examples, sizes) if stream else FederatedData(examples, sizes)
 
     @property
@@ -149,7 +148,7 @@ class FederatedData:
 
     @property
     def n_examples(self) -> int:
-        return len(jax.tree.leaves(self.examples)[0])
+        return len(trees.leaves(self.examples)[0])
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -161,7 +160,7 @@ class FederatedData:
         if not isinstance(i, int | np.integer) or not 0 <= i < self.n_clients:
             raise refused("i", f"between 0 and {self.n_clients - 1}", i, "Clients are counted from 0.")
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
-        return jax.tree.map(lambda a: a[rows], self.examples)
+        return trees.map(lambda a: a[rows], self.examples)
 
     def label_counts(self) -> np.ndarray:
         """The number of examples per client and label, for examples `(x, y)` with whole-number labels.
@@ -180,23 +179,6 @@ class FederatedData:
             raise refused("labels", "one whole number of 0 or more per row", f"shape {labels.shape}", "Renumber them.")
         parts = np.split(labels, self.offsets[1:])
         return np.stack([np.bincount(part, minlength=int(labels.max()) + 1) for part in parts])
-
-    @cached_property
-    def on_device(self) -> Any:
-        """The examples as JAX arrays, sent to the device once. A value that does not fit JAX's types is an error."""
-
-        def send(path: Any, array: np.ndarray) -> jax.Array:
-            sent = jnp.asarray(array)
-            if sent.dtype != array.dtype:
-                narrow = np.dtype(sent.dtype)
-                limits = np.finfo(narrow) if narrow.kind == "f" else np.iinfo(narrow)
-                if array.size and (array.min() < limits.min or array.max() > limits.max):
-                    fix = "Scale the values, or enable JAX's 64-bit numbers (jax_enable_x64)."
-                    name = f"examples{jax.tree_util.keystr(path)}"
-                    raise refused(name, f"within {narrow}", f"values from {array.min():g} to {array.max():g}", fix)
-            return sent
-
-        return jax.tree_util.tree_map_with_path(send, self.examples)
 
     def __repr__(self) -> str:
         return (
@@ -227,7 +209,7 @@ class StreamedData(FederatedData):
         self.examples, self.sizes = examples, sizes
         self._files = [
             RowFile(Path(leaf.filename), leaf.shape[1:], leaf.dtype, "r", skip=leaf.offset)
-            for leaf in jax.tree.leaves(examples)
+            for leaf in trees.leaves(examples)
         ]
 
     def gather(self, cohort: np.ndarray, rows: int, spare: int) -> Any:
@@ -239,7 +221,7 @@ class StreamedData(FederatedData):
                 file.read_into(place[: self.sizes[i]], int(self.offsets[i]))
             return out
 
-        return jax.tree.unflatten(jax.tree.structure(self.examples), [read(file) for file in self._files])
+        return trees.unflatten(trees.structure(self.examples), [read(file) for file in self._files])
 
     def passes(self) -> Iterator[tuple[Any, np.ndarray]]:
         """All examples in order, a block at a time, with the client of each."""
@@ -249,9 +231,9 @@ class StreamedData(FederatedData):
             for file, out in zip(self._files, parts, strict=True):
                 file.read_into(out, first)
             clients = np.searchsorted(self.offsets, np.arange(first, first + count), side="right") - 1
-            yield jax.tree.unflatten(jax.tree.structure(self.examples), parts), clients
+            yield trees.unflatten(trees.structure(self.examples), parts), clients
 
 
-def _shapes(leaves: Sequence[tuple[Any, np.ndarray]]) -> str:
-    shapes = ", ".join(f"examples{jax.tree_util.keystr(path)} of shape {a.shape}" for path, a in leaves[:4])
+def _shapes(leaves: Sequence[tuple[str, np.ndarray]]) -> str:
+    shapes = ", ".join(f"examples{path} of shape {a.shape}" for path, a in leaves[:4])
     return (shapes + (", ..." if len(leaves) > 4 else "")) or "nothing"

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from covary import trees
 from covary.errors import CovaryError, InvalidInput, refused
 from covary.runs.files import content_of
 from covary.runs.machine import host_memory
@@ -41,17 +41,18 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
     files: list[Any] = []
     try:
         for i, client in enumerate(clients):
-            leaves, form = jax.tree.flatten(jax.tree.map(np.asarray, client, is_leaf=lambda n: isinstance(n, list)))
+            arrays = trees.map(np.asarray, client, is_leaf=lambda node: isinstance(node, list))
+            leaves, form = trees.leaves(arrays), trees.structure(arrays)
             if first is None:
                 described = _described(client)
-                first = jax.tree.unflatten(form, [leaf[:0] for leaf in leaves])
+                first = trees.unflatten(form, [leaf[:0] for leaf in leaves])
                 files = [(folder / f"{k}.npy").open("wb") for k in range(len(leaves))]
                 for file in files:
                     file.write(b"\0" * _HEADER)
             alike = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if leaf.ndim]
-            if form != jax.tree.structure(first) or alike != [(a.shape[1:], a.dtype) for a in jax.tree.leaves(first)]:
+            if form != trees.structure(first) or alike != [(a.shape[1:], a.dtype) for a in trees.leaves(first)]:
                 came = ", ".join(f"shape {leaf.shape}, dtype {leaf.dtype}" for leaf in leaves)
-                allowed = ", ".join(f"(rows, {str(a.shape[1:])[1:-1]}), {a.dtype}" for a in jax.tree.leaves(first))
+                allowed = ", ".join(f"(rows, {str(a.shape[1:])[1:-1]}), {a.dtype}" for a in trees.leaves(first))
                 raise refused(f"clients[{i}]", f"like client 0: {allowed}", came, "Give all clients the same features.")
             whole = len({len(leaf) for leaf in leaves}) == 1 and len(leaves[0]) > 0
             if not whole or any(leaf.dtype.kind == "f" and not np.isfinite(leaf).all() for leaf in leaves):
@@ -66,7 +67,7 @@ def _write(folder: Path, clients: Iterable[Any]) -> None:
             sizes.append(len(leaves[0]))
         if first is None:
             raise refused("clients", "at least one client", "none", "Yield one batch of examples per client.")
-        for file, leaf in zip(files, jax.tree.leaves(first), strict=True):
+        for file, leaf in zip(files, trees.leaves(first), strict=True):
             shape = (sum(sizes), *leaf.shape[1:])
             text = repr({"descr": leaf.dtype.str, "fortran_order": False, "shape": shape}).encode()
             file.seek(0)
@@ -89,7 +90,7 @@ def read_folder(folder: Path) -> tuple[Any, np.ndarray]:
             )
         sizes = _mapped(folder / "sizes.npy")
         examples = _rebuilt(about["form"], folder)
-        leaves = jax.tree.leaves(examples)
+        leaves = trees.leaves(examples)
         if sizes.nbytes > host_memory() / 16:
             raise ValueError(f"sizes.npy declares {sizes.nbytes:,} bytes, which is too large")
         sizes = np.array(sizes)
@@ -113,9 +114,7 @@ def _described(tree: Any) -> Any:
         return {"dict": {key: _described(tree[key]) for key in sorted(tree)}}
     if type(tree) is tuple:
         return {"tuple": [_described(node) for node in tree]}
-    if isinstance(tree, list) or (
-        tree is not None and jax.tree.structure(tree).num_nodes == 1
-    ):  # an array, or like one
+    if isinstance(tree, list) or trees.structure(tree) == trees.LEAF:  # an array, or like one
         return None
     fix = "Pass (x, y), or a dict of arrays by name."
     raise refused("examples", "arrays nested in tuples and in dicts with names", type(tree).__name__, fix)

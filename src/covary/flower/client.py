@@ -14,12 +14,10 @@ import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
-from covary._engine.buffers import Down, exchanging
 from covary._engine.devices import Place, on_devices
 from covary._engine.evaluate import evaluation_of, measure
 from covary._engine.local import LocalProgram, folded, work_of_client
 from covary._engine.memory import fitted
-from covary._engine.plan import Layout, LocalPlan, batches_of, plan_local_work
 from covary.algorithm import Algorithm, rebuild
 from covary.client import Guard
 from covary.errors import refused
@@ -29,6 +27,8 @@ from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, chec
 from covary.flower.task import Which, Work
 from covary.model_functions import by_path
 from covary.problem import Problem
+from covary.running.buffers import Down, exchanging
+from covary.running.plan import Layout, LocalPlan, batches_of, plan_local_work
 from covary.training import LocalWork
 
 

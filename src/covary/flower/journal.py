@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from covary._engine.plan import client_weights
 from covary.errors import CovaryError
 from covary.flower.refusals import NotFinite, SharedState, Stale, StateLost
+from covary.running.plan import client_weights
 from covary.runs.files import Content
 
 Arrays = dict[str, np.ndarray]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.plan import batch_bounds, batches_of
 from covary.checks import flag, positive, whole
 from covary.errors import refused
 from covary.flower.refusals import BeyondLimit
+from covary.running.plan import batch_bounds, batches_of
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from covary._engine.plan import aggregation_weights
 from covary.algorithm import Algorithm, Exchange
 from covary.client import dry_run
+from covary.running.plan import aggregation_weights
 
 Arrays = dict[str, np.ndarray]
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flwr.serverapp import Grid
 
-from covary._engine.cohort import cohort_key, sample
-from covary._engine.plan import cohort_size
+from covary import draws
 from covary.algorithm import Algorithm, Exchange
 from covary.errors import CovaryError, DivergenceWarning, refused
 from covary.flower.deployment import Deployment
@@ -30,6 +28,7 @@ from covary.flower.merge import Arrays, merge
 from covary.flower.screening import screened
 from covary.flower.settings import Settings
 from covary.flower.watch import WatchedGrid
+from covary.running.plan import cohort_size
 from covary.runs.files import held
 from covary.simulate import Run
 
@@ -223,10 +222,10 @@ class Server:
         if unvisited:
             return unvisited[:S]
         names = self.deployment.by_number(online)
-        key = cohort_key(jax.random.key(s.seed), number)
+        key = draws.cohort_key(s.seed, number)
         if self.attempt:
-            key = jax.random.fold_in(key, self.attempt)
-        return [names[k] for k in np.asarray(sample(key, len(names), min(S, len(names))))]
+            key = draws.fold_in(key, self.attempt)
+        return [names[k] for k in draws.sample(key, len(names), min(S, len(names)))]
 
     # One exchange of a round
 

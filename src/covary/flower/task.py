@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from covary.algorithm import Algorithm, Exchange
 from covary.checks import flag, whole
+from covary.draws import Draw
 from covary.flower.refusals import NotCovarys, UnknownAlgorithm
 
 
@@ -78,15 +79,6 @@ class Which(NamedTuple):
         if self.number > len(exchanges) or (found := exchanges[self.number - 1]) is None:
             raise NotCovarys(f"{algorithm.name} has no {'warm start' if self.warm else f'exchange {self.number}'}")
         return found
-
-
-class Draw(NamedTuple):
-    """What a client's random numbers are drawn from: its batches, and what a module or a loader draws."""
-
-    seed: int
-    round: int
-    exchange: int
-    client: int  # i
 
 
 class Work(NamedTuple):

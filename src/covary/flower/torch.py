@@ -16,15 +16,15 @@ import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
-from covary._engine.local import order_of_epoch
-from covary._engine.plan import batch_bounds, batches_of
 from covary.algorithm import Algorithm, Gradient
 from covary.checks import whole
 from covary.client import Guard, client_loop
+from covary.draws import order_of_epoch
 from covary.errors import refused
 from covary.flower.limits import Limits, smallest_batch_of
 from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, checked_privacy
 from covary.flower.task import Draw, Work
+from covary.running.plan import batch_bounds, batches_of
 
 AT_ONCE = 4096  # examples at once, where the batch does not matter
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
 def cores() -> int:
@@ -33,9 +35,15 @@ def host_memory() -> int:
 
 
 def device_memory() -> int:
-    """Bytes that JAX's first device can hold; the host's memory if the device does not report it."""
-    import jax
-
+    """Bytes that the first device can hold: JAX's, or PyTorch's in a process that uses PyTorch alone. The host's
+    memory if the device does not report it."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and sys.modules.get("jax") is None:
+        return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else host_memory()
+    try:
+        import jax
+    except ImportError:
+        return host_memory()
     stats = jax.local_devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit") or host_memory())
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.plan import batches_of, cohort_size
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import DivergenceWarning, InvalidInput, refused
 from covary.problem import Problem
+from covary.running.plan import batches_of, cohort_size
 from covary.simulate import simulate
 from covary.targets import target_of
 from covary.theory import rates

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from covary._engine.plan import batches_of
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import InvalidInput, refused
 from covary.problem import Problem
+from covary.running.plan import batches_of
 from covary.runs.machine import device_memory
 from covary.simulate import simulate
 from covary.theory.estimate import Estimate, mean_error, reject_nan

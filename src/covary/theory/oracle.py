@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from covary._engine.convolutions import fast_on_cpu
+from covary._engine.devices import on_device
 from covary._engine.local import loss_at
-from covary._engine.plan import client_weights
 from covary.checks import whole
 from covary.errors import InvalidInput, refused
 from covary.problem import Problem
+from covary.running.plan import client_weights
 from covary.training import check_weights
 
 ROWS_AT_ONCE = 1024
@@ -70,7 +71,7 @@ class Oracle:
             raise refused("params", "float32 or float64", str(self.start.dtype), fix)
         self.rng = np.random.default_rng(seed)
         self.cost = 0  # gradients of one example's loss so far; a Hessian-vector product counts two
-        self.examples = problem.data.on_device, jax.device_put(problem.held)
+        self.examples = on_device(problem.data), jax.device_put(problem.held)
         self._product = self._hessian_product()
         self.compiled = _Compiled(
             *(jax.jit(fast_on_cpu(getattr(self, f"_{name}"))) for name in _Compiled._fields)  # freed with this object

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
+from covary import trees
 from covary.algorithm import Algorithm, Exchange
 from covary.client import dry_run
 from covary.runs.files import Damaged
 
 Log = Callable[[int, dict[str, float]], None]
+Shapes = Callable[..., Any]
+"""(function, *trees) -> what the function returns, where only shapes and types count: `jax.eval_shape`, for example."""
 
 
 class History:
@@ -70,20 +73,31 @@ class History:
         return {name: np.concatenate([part[name] for part in self.parts]) for name in names}
 
 
-def traffic_by_kind(algorithm: Algorithm, steps_on_wire: int | None, x: np.ndarray) -> dict[bool, tuple[int, int]]:
+def traffic_by_kind(
+    algorithm: Algorithm, steps_on_wire: int | None, x: np.ndarray, shapes: Shapes
+) -> dict[bool, tuple[int, int]]:
     """Bytes of one client's downloads and uploads in a round of the warm start (True), and in any other (False)."""
     warm = () if algorithm.warm_start is None else (algorithm.warm_start,)
-    return {True: traffic(algorithm, warm, x), False: traffic(algorithm, algorithm.trips(steps_on_wire), x)}
+    trips = algorithm.trips(steps_on_wire)
+    return {True: traffic(algorithm, warm, x, shapes), False: traffic(algorithm, trips, x, shapes)}
 
 
-def traffic(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray) -> tuple[int, int]:
-    """Bytes of one client's downloads and uploads in a round: the results of `broadcast`, and `finish`'s uploads."""
+def traffic(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray, shapes: Shapes) -> tuple[int, int]:
+    """Bytes of one client's downloads and uploads in a round: the results of `broadcast`, and `finish`'s uploads.
+
+    >>> import covary as cv
+    >>> algorithm = cv.scaffold(eta_l=0.1)
+    >>> traffic(algorithm, algorithm.trips(5), np.zeros(10, np.float32), lambda work, *states: work(*states))
+    (80, 40)
+    """
     server, client = (
-        jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), state)
+        trees.map(lambda leaf: np.asarray(leaf, x.dtype), state)
         for state in (algorithm.init_server(x), algorithm.init_client(x))
     )
     total = np.zeros(2, int)
     for exchange in exchanges:
-        down, up, _ = jax.eval_shape(lambda s, c, exchange=exchange: dry_run(exchange, s, c), server, client)
-        total += [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)) for sent in (down, up)]
+        down, up, _ = shapes(lambda s, c, exchange=exchange: dry_run(exchange, s, c), server, client)
+        total += [
+            sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in trees.leaves(sent)) for sent in (down, up)
+        ]
     return int(total[0]), int(total[1])

@@ -17,21 +17,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
-from covary._engine.prepare import Job
-from covary._engine.program import State
-from covary.algorithm import Algorithm, Exchange
+from covary import trees
+from covary.algorithm import Algorithm
 from covary.checks import path as checked_path
-from covary.client import dry_run
 from covary.errors import CheckpointWarning, CovaryError, InvalidInput, refused
+from covary.running.job import Job
+from covary.running.state import State
 from covary.runs.files import Damaged, File, held
 from covary.runs.interrupt import interruptions
 
 FORMAT = 1
 KEPT = 2
-OF_JAX = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision", "jax_enable_x64")
 SEGMENT_BYTES = 2**28  # of client states in one file
 NAMES = re.compile(r"round-[0-9]{9,}\.safetensors")
 SEGMENTS = re.compile(r"clients-[0-9]{9,}-[0-9]+")  # .safetensors
@@ -221,8 +219,7 @@ class Checkpoints:
 def state_sizes(algorithm: Algorithm, x: np.ndarray, members: int = 1) -> tuple[int, int]:
     """Bytes of a state without the clients', and of one client's, for all members of a sweep."""
     server, client = (
-        sum(np.size(leaf) for leaf in jax.tree.leaves(init(x)))
-        for init in (algorithm.init_server, algorithm.init_client)
+        sum(np.size(leaf) for leaf in trees.leaves(init(x))) for init in (algorithm.init_server, algorithm.init_client)
     )
     return members * x.itemsize * (server + x.size + 8), members * x.itemsize * client
 
@@ -250,10 +247,10 @@ def state_from(like: State, arrays: dict[str, np.ndarray]) -> State:
 
 @contextlib.contextmanager
 def opened(
-    folder: str | Path, about: dict[str, Any], n_clients: int, shared_bytes: int, row_bytes: int
+    folder: str | Path, about: dict[str, Any], n_clients: int, shared_bytes: int, row_bytes: int, hosts: int
 ) -> Iterator[Checkpoints]:
     """The checkpoints of a folder, which no other process may use at the same time."""
-    if jax.process_count() > 1:
+    if hosts > 1:
         fix = "Leave it out: each host holds only a part of the states."
         raise refused("checkpoint", "None when several hosts run together", repr(str(folder)), fix)
     path = checked_path("checkpoint", folder)
@@ -281,18 +278,17 @@ def run_to_end(run: Resumable, checkpoints: Checkpoints, every: int) -> None:
             interruption.stop(checkpoints.folder, number)
 
 
-def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str, Any]) -> dict[str, Any]:
+def fingerprint(
+    job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str, Any], of_runtime: Mapping[str, Any]
+) -> dict[str, Any]:
     """The fingerprint of a run, for JSON: only a run with the same fingerprint resumes its checkpoint.
 
-    Devices, width and store are not part of it, so a run can be resumed on another machine.
+    Devices, width and store are not part of it, so a run can be resumed on another machine. A runtime adds its own
+    facts: what the model and the algorithm compute, and the runtime's settings.
     """
     problem, starts = job.problem, np.stack(job.starts)
     about: dict[str, Any] = {"algorithm": ", ".join(map(str, algorithms))}
-    about |= {**settings, "clients_per_round": job.plan.cohort}
-    exchanges = job.algorithm.trips(job.plan.steps_on_wire)
-    about["code"] = _hash(_code(algorithms[0], exchanges, starts[0]))
-    about["model"] = _hash(problem.lowered())
-    about["jax"] = [str(getattr(jax.config, name, None)) for name in OF_JAX]
+    about |= {**settings, "clients_per_round": job.plan.cohort, **of_runtime}
     about["start"] = hashlib.sha256(starts.tobytes()).hexdigest()[:16]
     about["data"] = _hash_of_arrays(problem.data.examples, problem.data.sizes, streamed=problem.data.streamed)
     if problem.frozen is not None:
@@ -303,27 +299,15 @@ def fingerprint(job: Job, algorithms: Sequence[Algorithm], settings: Mapping[str
     return about
 
 
-def _code(algorithm: Algorithm, exchanges: tuple[Exchange, ...], x: np.ndarray) -> str:
-    """What an algorithm computes, as XLA text: it shows whether a user's own algorithm has changed."""
-
-    def round_of_one(server: Any, client: Any) -> Any:
-        for exchange in (*exchanges, *([algorithm.warm_start] if algorithm.warm_start else [])):
-            _, up, client = dry_run(exchange, server, client)
-            server = exchange.aggregate(server, up, 0.5)
-        return server, client
-
-    states = jax.tree.map(lambda leaf: np.asarray(leaf, x.dtype), (algorithm.init_server(x), algorithm.init_client(x)))
-    return jax.jit(round_of_one).lower(*states).as_text()
-
-
-def _hash(text: str) -> str:
+def hash_of_text(text: str) -> str:
+    """A fingerprint of what a runtime says in words."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _hash_of_arrays(*trees: Any, streamed: bool = False) -> str:
+def _hash_of_arrays(*arrays: Any, streamed: bool = False) -> str:
     """A fingerprint of arrays. It reads only the ends of streamed ones: the rest could take longer than the run."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(trees):
+    for leaf in trees.leaves(arrays):
         digest.update(f"{leaf.dtype} {leaf.shape} ".encode())
         for part in (leaf[:1024], leaf[-1024:]) if streamed else (leaf,):
             digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)

@@ -70,11 +70,16 @@ def plan_local_work(asked: LocalWork, sizes: np.ndarray) -> tuple[LocalPlan, Lay
     return plan, Layout(sizes, batch, per_epoch, steps)
 
 
-def plan_rounds(training: Training, algorithm: Algorithm, sizes: np.ndarray) -> tuple[Plan, Layout, np.ndarray]:
-    """The plan of a run, every client's batches and steps, and the weights p_i."""
+def plan_rounds(
+    training: Training, algorithm: Algorithm, sizes: np.ndarray, local_work: tuple[LocalPlan, Layout] | None = None
+) -> tuple[Plan, Layout, np.ndarray]:
+    """The plan of a run, every client's batches and steps, and the weights p_i.
+
+    The local work is planned from the settings, unless it is given, as for batches that are made elsewhere.
+    """
     N = len(sizes)
     S = cohort_size(training.clients_per_round, N)
-    local, layout = plan_local_work(training.local, sizes)
+    local, layout = plan_local_work(training.local, sizes) if local_work is None else local_work
     p = client_weights(sizes, training.by_examples)
     if algorithm.lockstep and (S < N or local.steps is None):
         steps = layout.steps

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from covary.algorithm import Algorithm, Exchange, Gradient
+from covary.running.job import AnyProblem
 
 FIELD = "buffers_of_model"  # of the server's state
 
@@ -42,6 +43,11 @@ class Local(NamedTuple):
 class Up(NamedTuple):
     own: Any
     buffers: Any
+
+
+def with_model(algorithm: Algorithm, problem: AnyProblem) -> Algorithm:
+    """The algorithm for a model: with its buffers, if it has any."""
+    return algorithm if problem.buffers is None else carrying(algorithm, problem.buffers)
 
 
 def carrying(algorithm: Algorithm, start: np.ndarray) -> Algorithm:

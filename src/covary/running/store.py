@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from covary import trees
 from covary.errors import CovaryError, refused
+from covary.runs import machine
 from covary.runs.files import content_of, reject_links, replace
 from covary.runs.rowfile import RowFile
 
 OWNER = "run"  # the file in a store's folder with the id of the checkpointed run that owns the states
+ALLOWED = '"device", "host", "disk" or a new or empty folder'
+
+
+def chosen_store(store: str | Path | None, size: int, room: float, streamed: bool) -> str | Path:
+    """Where client states live: the user's choice, else the first place with enough room for their bytes."""
+    if store is not None and not isinstance(store, str | Path):
+        raise refused("store", ALLOWED, repr(store), "None decides by the size.")
+    if streamed and store == "device":
+        raise refused("store", '"host", "disk" or a folder for streamed data', repr(store), "Leave it out.")
+    if store is None:
+        return "device" if size <= room and not streamed else "host" if size <= machine.host_memory() / 3 else "disk"
+    return store
+
+
+def store_folder(store: str | Path, resumable: bool) -> str:
+    """The place's name, or its folder, which must be new, empty, or that of the same run if it can be resumed."""
+    if store in ("device", "host", "disk"):
+        return str(store)
+    if isinstance(store, str) and os.sep not in store:
+        raise refused("store", ALLOWED, repr(store), f"A folder here is './{store}' or a Path.")
+    try:
+        Path(store).mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in Path(store).iterdir()}
+        empty = not names or (resumable and (OWNER in names or names <= {"lock", f"{OWNER}.draft"}))
+    except (OSError, ValueError) as error:
+        raise refused("store", ALLOWED, f"{str(store)!r} ({error})", "Give a folder you can write to.") from None
+    if not empty:
+        fix = "Give a new folder: covary does not overwrite the files of another run."
+        raise refused("store", ALLOWED, str(store), fix)
+    return str(Path(store).absolute())
 
 
 class HostStore:
@@ -36,13 +68,13 @@ class HostStore:
                 rows[:] = leaf
             return rows
 
-        self.clients = jax.tree.map(for_all, row)
+        self.clients = trees.map(for_all, row)
 
     def read(self, ids: np.ndarray) -> Any:
-        return jax.tree.map(lambda rows: rows[ids], self.clients)
+        return trees.map(lambda rows: rows[ids], self.clients)
 
     def write(self, ids: np.ndarray, rows: Any) -> None:
-        for everyone, new in zip(jax.tree.leaves(self.clients), jax.tree.leaves(rows), strict=True):
+        for everyone, new in zip(trees.leaves(self.clients), trees.leaves(rows), strict=True):
             everyone[ids] = new
 
 
@@ -73,10 +105,10 @@ class DiskStore:
             _take_over(folder, owner)
         self.places = np.full(n_clients, -1)  # the number of each client's row in the files
         self.used = 0
-        leaves, self._form = jax.tree_util.tree_flatten_with_path(row)
+        self._form = trees.structure(row)
         self.files = [
             RowFile(path / f"{_name(key, number)}.rows", leaf.shape, leaf.dtype, "x")
-            for number, (key, leaf) in enumerate(leaves)
+            for number, (key, leaf) in enumerate(trees.leaves_with_path(row))
         ]
         if temporary:
             temporary.cleanup()  # the open files remain readable and writable
@@ -100,17 +132,17 @@ class DiskStore:
     @property
     def clients(self) -> Any:
         """The fields; rows are read when they are indexed."""
-        initial = jax.tree.leaves(self.row)
-        return jax.tree.unflatten(self._form, [Rows(self, f, r) for f, r in zip(self.files, initial, strict=True)])
+        initial = trees.leaves(self.row)
+        return trees.unflatten(self._form, [Rows(self, f, r) for f, r in zip(self.files, initial, strict=True)])
 
     def read(self, ids: np.ndarray) -> Any:
-        return jax.tree.map(lambda rows: rows[ids], self.clients, is_leaf=lambda node: isinstance(node, Rows))
+        return trees.map(lambda rows: rows[ids], self.clients)
 
     def write(self, ids: np.ndarray, rows: Any) -> None:
         places = self.places[ids]
         new = places < 0
         places[new] = self.used + np.arange(new.sum())
-        for file, values in zip(self.files, jax.tree.leaves(rows), strict=True):
+        for file, values in zip(self.files, trees.leaves(rows), strict=True):
             file.write(places, np.ascontiguousarray(values, file.dtype))
         self.places[ids] = places
         self.used += int(new.sum())
@@ -173,7 +205,7 @@ class Rows:
         return np.asarray(self[:], dtype)
 
 
-def _name(path: Any, number: int) -> str:
+def _name(path: str, number: int) -> str:
     """The field's name if it is a valid file name, else its number."""
-    name = jax.tree_util.keystr(path).strip(".")
+    name = path.strip(".")
     return name if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) else str(number)
