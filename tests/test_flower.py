@@ -33,7 +33,7 @@ from covary.flower import (
 )
 from covary.flower.exchange import checked
 from covary.flower.messages import FAILURES, failure
-from covary.flower.torch import Loader
+from covary.torch.examples import Loaders
 from covary.flower.wire import facts_of, pack
 
 N, D = 4, 5
@@ -390,9 +390,9 @@ def test_a_type_error_inside_a_loader_is_raised_as_it_is():
             return iter(())
 
     with pytest.raises(TypeError, match="the loader's own"):
-        Loader(Broken())
+        Loaders([Broken()])
     with pytest.raises(CovaryError, match="a stream without a length"):
-        Loader(torch.utils.data.DataLoader(Stream()))
+        Loaders([torch.utils.data.DataLoader(Stream())])
 
 
 def test_a_jax_server_does_not_take_torch_clients_though_sizes_agree(tmp_path):

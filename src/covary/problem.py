@@ -59,6 +59,10 @@ class Problem:
         """What its functions hold: frozen parameters, and buffers at the start."""
         return self.frozen, self.buffers
 
+    def without_metrics(self) -> Problem:
+        """The same problem, of which only the loss is measured."""
+        return replace(self, metrics=None)
+
     def complete(self, trained: Any) -> Any:
         """The model's params, with the frozen ones among them."""
         return trained if self.split is None else self.split.join(trained, self.frozen or {})

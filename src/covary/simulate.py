@@ -27,7 +27,7 @@ from covary.training import Training
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a simulation. All arrays are NumPy's, except a PyTorch module's `params`, which are a state_dict."""
+    """The result of a simulation. All arrays are NumPy's, except that a module's `params` are a state_dict."""
 
     algorithm: Algorithm
     params: Any  # the model, in the user's own form

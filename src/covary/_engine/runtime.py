@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from covary._engine.debug import debugged
+from covary._engine.derivatives import CompiledDerivatives
 from covary._engine.members import CompiledMembers
 from covary._engine.prepare import Job, prepare
 from covary._engine.resident import Resident
@@ -16,12 +17,13 @@ from covary._engine.streamed import Streamed
 from covary.algorithm import Algorithm, Exchange
 from covary.client import dry_run
 from covary.errors import CovaryError
+from covary.problem import Problem
 from covary.running.checkpoint import hash_of_text
 from covary.running.history import Log
 from covary.running.members import Members
 from covary.running.simulation import Simulation
 
-__all__ = ["about", "buffers", "debugged", "hosts", "members", "model", "params", "prepare", "simulation"]
+__all__ = ["about", "buffers", "debugged", "derivatives", "hosts", "members", "model", "params", "prepare", "simulation"]
 
 SETTINGS = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision", "jax_enable_x64")
 
@@ -36,6 +38,11 @@ def members(
 ) -> Members:
     """The members of a sweep before their first round."""
     return CompiledMembers(job, algorithms, seeds, race, at_once, log)
+
+
+def derivatives(problem: Problem, x0: Any, seed: int) -> CompiledDerivatives:
+    """What `covary.theory` measures of a problem."""
+    return CompiledDerivatives(problem, x0, seed)
 
 
 def about(job: Job, algorithm: Algorithm) -> dict[str, Any]:

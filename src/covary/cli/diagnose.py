@@ -14,7 +14,7 @@ from covary.errors import InvalidInput, refused
 from covary.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from covary.theory.diagnose import Diagnosis
+    from covary.theory.diagnosis import Diagnosis
     from covary.theory.trial import Check
 
 FULL = (1, 2, 5, 12, 25, 50, 100, 200)
@@ -65,8 +65,8 @@ def diagnose(
     Example: covary diagnose patients.csv --client-column hospital --label outcome
     """
     from covary.report.diagnosis import save_diagnosis
-    from covary.theory.diagnose import check_advice
-    from covary.theory.diagnose import diagnose as run_diagnosis
+    from covary.theory.diagnosis import check_advice
+    from covary.theory.diagnosis import diagnose as run_diagnosis
 
     terminal = Terminal(as_json, quiet)
     aim = _target(target, target_loss)

@@ -45,11 +45,10 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
             raise refused("model", f"the one that was trained, {trained}", f"another ({form[:12]})", fix)
 
     if hasattr(model, "named_parameters"):
-        from covary.flower.torch import form_of_module, load_buffers, load_parameters
+        from covary.torch.module import form_of_module, loaded
 
         same(form_of_module(model))
-        load_buffers(model, {k.removeprefix("buffers."): v for k, v in arrays.items() if k.startswith("buffers.")})
-        return load_parameters(model, x)
+        return loaded(model, x, {k.removeprefix("buffers."): v for k, v in arrays.items() if k.startswith("buffers.")})
     own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     params = model.init(jax.random.key(0)) if hasattr(model, "init") else model
     params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), params)

@@ -38,9 +38,11 @@ def start_of(model: Any, seed: int) -> Start:
     if not hasattr(model, "named_parameters") and not hasattr(model, "init") and callable(model):
         return start_of(built(model, seed), seed)
     if hasattr(model, "named_parameters"):
-        from covary.flower.torch import flat_parameters, float_buffers, form_of_module
+        from covary.torch.module import Network, form_of_module
 
-        return Start(flat_parameters(model), float_buffers(model), form_of_module(model), lambda x: x, dict)
+        network = Network(model)
+        x = network.x.cpu().numpy()
+        return Start(x, network.named_buffers(), form_of_module(model), lambda x: x, dict)
     own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
     if hasattr(model, "init"):
         model = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 0))

@@ -17,7 +17,7 @@ COLOURS = {name: colour for name, (colour, _) in STYLES.items()}
 COLOURS |= {"mime": "#009E73", "feddyn": "#CC79A7", "dane": "#56B4E9"}
 
 if TYPE_CHECKING:
-    from covary.theory.diagnose import Diagnosis
+    from covary.theory.diagnosis import Diagnosis
     from covary.theory.trial import Check
 
 

@@ -94,19 +94,19 @@ def exchanging(algorithm: Algorithm) -> Algorithm:
     equal, warm = algorithm.with_equal_steps, algorithm.warm_start
     return replace(
         algorithm,
-        exchanges=_all_with_buffers(algorithm.exchanges),
-        with_equal_steps=None if equal is None else lambda K: _all_with_buffers(equal(K)),
-        warm_start=None if warm is None else _with_buffers(warm),
+        exchanges=_allwith_buffers(algorithm.exchanges),
+        with_equal_steps=None if equal is None else lambda K: _allwith_buffers(equal(K)),
+        warm_start=None if warm is None else with_buffers(warm),
     )
 
 
-def _all_with_buffers(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
+def _allwith_buffers(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
     """An algorithm's exchanges with buffers. Its steps change them or, if it has none, its first gradient does."""
     steps = any(exchange.step is not None for exchange in exchanges)
-    return tuple(_with_buffers(exchange, by_steps=steps) for exchange in exchanges)
+    return tuple(with_buffers(exchange, by_steps=steps) for exchange in exchanges)
 
 
-def _with_buffers(exchange: Exchange, by_steps: bool = True) -> Exchange:
+def with_buffers(exchange: Exchange, by_steps: bool = True) -> Exchange:
     """The exchange with buffers beside its messages."""
 
     def broadcast(server: Any) -> Down:

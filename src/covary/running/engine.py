@@ -11,6 +11,7 @@ import numpy as np
 
 from covary.algorithm import Algorithm
 from covary.errors import refused
+from covary.running.derivatives import Derivatives
 from covary.running.history import Log
 from covary.running.job import Job
 from covary.running.members import Members
@@ -88,6 +89,10 @@ class Engine(Protocol):
         """The runtime's part of a checkpoint's fingerprint: what model and algorithm compute, and its settings."""
         ...
 
+    def derivatives(self, problem: Any, x0: Any, seed: int) -> Derivatives:
+        """What `covary.theory` measures of a problem, from `x0` or from the start of the seed."""
+        ...
+
     def hosts(self) -> int:
         """The number of hosts that run together. Checkpoints need one that has all states."""
         ...
@@ -111,6 +116,11 @@ def engine_of(algorithm: Any, problem: Any) -> Engine:
         raise refused(
             "algorithm", "an Algorithm", type(algorithm).__name__, "Build one, say covary.scaffold(eta_l=0.1)."
         )
+    return runtime_of(problem)
+
+
+def runtime_of(problem: Any) -> Engine:
+    """The runtime of a problem. What is no problem is rejected."""
     module = getattr(type(problem), "engine", None)
     if not isinstance(module, str):
         raise refused("problem", "a Problem", type(problem).__name__, "Build one, say covary.supervised(model, data).")

@@ -27,6 +27,9 @@ class AnyProblem(Protocol):
     def data(self) -> FederatedData: ...
 
     @property
+    def n_clients(self) -> int: ...
+
+    @property
     def test(self) -> Any: ...  # a batch for the metrics, or None
 
     @property
@@ -37,6 +40,10 @@ class AnyProblem(Protocol):
 
     @property
     def buffers(self) -> np.ndarray | None: ...  # the model's at the start, as a vector
+
+    def start(self, x0: Any, seed: int) -> tuple[np.ndarray, Any]: ...  # the flat start, and the way back from it
+
+    def without_metrics(self) -> AnyProblem: ...  # of which only the loss is measured
 
 
 class Job(Protocol):

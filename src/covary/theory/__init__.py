@@ -1,7 +1,7 @@
 """The paper's assumptions and theorems: measured constants, rates, and advice."""
 
 from covary.theory import rates
-from covary.theory.diagnose import Diagnosis, check_advice, diagnose
+from covary.theory.diagnosis import Diagnosis, check_advice, diagnose
 from covary.theory.dissimilarity import (
     Gradients,
     Noise,

@@ -15,7 +15,7 @@ import numpy as np
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import InvalidInput, refused
-from covary.problem import Problem
+from covary.running.job import AnyProblem
 from covary.running.plan import batches_of
 from covary.runs.machine import device_memory
 from covary.simulate import simulate
@@ -70,7 +70,7 @@ class Noise:
 
 
 def gradient_dissimilarity(
-    problem: Problem | Oracle,
+    problem: AnyProblem | Oracle,
     x: Any = None,
     *,
     clients: int = 512,
@@ -151,7 +151,7 @@ def envelope(
 
 
 def gradient_noise(
-    problem: Problem | Oracle,
+    problem: AnyProblem | Oracle,
     x: Any = None,
     *,
     clients: int = 32,
@@ -174,7 +174,7 @@ def gradient_noise(
     oracle = Oracle.of(problem, weights, seed)
     if not oracle.divisible:
         raise InvalidInput(
-            "sigma is defined only if loss(params, batch) is the mean of its examples' own losses; on the first "
+            "sigma is defined only if the loss of a batch is the mean of its examples' own losses; on the first "
             "examples it is not. Make each example's loss independent of the others (BatchNorm is not)."
         )
     x, before = oracle.at(x), oracle.cost
@@ -207,7 +207,7 @@ def gradient_noise(
     return Noise(variances, errors, sizes, w, 1 - len(ids) / data.n_clients, oracle.cost - before)
 
 
-def control_lag(problem: Problem | Oracle, c_i: Any, x: Any, *, weights: str = "uniform") -> float:
+def control_lag(problem: AnyProblem | Oracle, c_i: Any, x: Any, *, weights: str = "uniform") -> float:
     """sum p_i ‖c_i - ∇f_i(x)‖², the distance of the control variates from the gradients they estimate.
 
     With x = x* it is the paper's control lag C_r. With the current model it measures the error of the next correction.
@@ -231,13 +231,13 @@ def control_lag(problem: Problem | Oracle, c_i: Any, x: Any, *, weights: str = "
     at_once, total = max(1, int(device_memory() / 8 / x.nbytes)), 0.0
     for first in range(0, N, at_once):
         ids = np.arange(first, min(N, first + at_once))
-        apart = np.asarray(c_i[ids[0] : ids[-1] + 1]) - np.asarray(oracle.gradients(x, oracle.clients(ids)))
+        apart = np.asarray(c_i[ids[0] : ids[-1] + 1]) - oracle.gradients(x, oracle.clients(ids))
         total += float(oracle.p[ids] @ np.sum(apart.astype(float) ** 2, axis=1))
     return total
 
 
 def lag_along(
-    algorithm: Algorithm, problem: Problem, rounds: Sequence[int], x_star: Any = None, **settings: Any
+    algorithm: Algorithm, problem: AnyProblem, rounds: Sequence[int], x_star: Any = None, **settings: Any
 ) -> dict[str, np.ndarray]:
     """Client drift E_r and control lag along a run of an algorithm with control variates `c_i`.
 
@@ -276,7 +276,7 @@ def lag_along(
 
 
 def optimum(
-    problem: Problem | Oracle,
+    problem: AnyProblem | Oracle,
     x0: Any = None,
     *,
     steps: int = 500,

@@ -38,5 +38,5 @@ def reject_nan(ids: np.ndarray, values: np.ndarray, what: str) -> None:
         raise InvalidInput(
             f"The {what} of client {bad[0]} ({len(bad)} of {len(ids)} clients) is NaN or infinite at this point: the "
             "loss overflows, or it has no such derivative there, like a root or a norm at 0. Measure at another x, "
-            "scale the data, or smooth the loss, for example with jnp.sqrt(z + 1e-12)."
+            "scale the data, or smooth the loss, for example with sqrt(z + 1e-12)."
         )

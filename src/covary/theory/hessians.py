@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from covary.checks import whole
 from covary.errors import InvalidInput
-from covary.problem import Problem
+from covary.running.job import AnyProblem
 from covary.runs.machine import device_memory
 from covary.theory.estimate import Estimate, reject_nan
 from covary.theory.lanczos import lanczos
@@ -43,7 +42,7 @@ class Curvature:
 
 
 def curvature(
-    problem: Problem | Oracle,
+    problem: AnyProblem | Oracle,
     x: Any = None,
     *,
     clients: int | None = None,
@@ -76,11 +75,8 @@ def curvature(
     steps = max(4, min(steps, int(room / len(ids))))
     own = oracle.clients(ids)
 
-    def random(count: int) -> Any:
-        return jnp.asarray(oracle.rng.normal(size=(count, d)), x.dtype)
-
     # beta: the largest eigenvalue, in size, of any client's Hessian
-    alone = lanczos(lambda V: oracle.own_products(x, V, own), random(len(ids)), steps, _both_ends_settled)
+    alone = lanczos(lambda V: oracle.own_products(x, V, own), oracle.random(len(ids), steps), _both_ends_settled)
     reject_nan(ids, alone.values.sum(axis=1), "Hessian")
     beta = _largest(alone.norms, alone.norm_errors, others.beta, oracle.cost - before)
     lowest = _largest(-alone.values[:, 0], alone.errors[:, 0], None, beta.cost)
@@ -92,18 +88,17 @@ def curvature(
         everyone = oracle.everyone()[0]
         apart = lanczos(
             lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, everyone),
-            random(len(ids)),
-            steps,
+            oracle.random(len(ids), steps),
             _norms_settled,
         )
         deltas, errors = apart.norms, apart.norm_errors
     else:
-        deltas, errors = _deltas_by_sample(oracle, x, ids, others, random(len(ids)))
+        deltas, errors = _deltas_by_sample(oracle, x, ids, others)
     delta = _largest(deltas, errors, others.delta, oracle.cost - before)
 
     # mu: the lowest eigenvalue of the Hessian of f
     before = oracle.cost
-    mu, error = _lowest_of_all(oracle, x, random(1), steps, product, beta.value)
+    mu, error = _lowest_of_all(oracle, x, steps, product, beta.value)
     weak, open_end = max(0.0, lowest.value), lowest.se if lowest.value > 0 else 0.0
     if others.delta is not None:  # for unmeasured clients: no eigenvalue of ∇²f_i is below mu - delta
         open_end = max(open_end, delta.value + delta.se - (mu - error) - weak)
@@ -164,16 +159,17 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
 
 
 def _deltas_by_sample(
-    oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others, start: Any
+    oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others
 ) -> tuple[np.ndarray, np.ndarray]:
     """‖∇²f_i - ∇²f‖ if ∇²f of all examples is costly. A sample of the examples gives the directions. The two clients
     that differ most, by the sample and by the response to a random vector, are then measured on all examples."""
     examples = int(
         np.clip(AFFORDABLE / 10 / (_operations(x.size) * len(ids) * FEW), 256, oracle.problem.data.n_examples)
     )
+    start = oracle.random(len(ids), FEW)
     own, reference = oracle.clients(ids), oracle.everyone(examples)[0]
     apart = lanczos(
-        lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, reference), start, FEW, _norms_settled
+        lambda V: oracle.own_products(x, V, own) - oracle.common_products(x, V, reference), start, _norms_settled
     )
     candidates = {int(apart.norms.argmax())} | ({int(others.delta.measured.argmax())} if others.delta else set())
     top = np.array(sorted(candidates))
@@ -181,8 +177,7 @@ def _deltas_by_sample(
     theirs, everyone = oracle.clients(ids[top]), oracle.everyone()[0]
     found = lanczos(
         lambda V: oracle.own_products(x, V, theirs) - oracle.common_products(x, V, everyone),
-        apart.vectors[top, ends],
-        FEW,
+        oracle.basis(apart.vectors[top, ends], FEW),
         _norms_settled,
     )
     deltas = apart.norms * min(
@@ -194,7 +189,7 @@ def _deltas_by_sample(
 
 
 def _lowest_of_all(
-    oracle: Oracle, x: np.ndarray, start: Any, steps: int, product: float, beta: float
+    oracle: Oracle, x: np.ndarray, steps: int, product: float, beta: float
 ) -> tuple[float, float]:
     """An upper bound on the lowest eigenvalue of ∇²f, and its error."""
     floor = 0.0 if x.size <= SMALL else 1e-3 * beta
@@ -202,13 +197,14 @@ def _lowest_of_all(
     def settled(values: np.ndarray, errors: np.ndarray) -> bool:
         return errors[0, 0] <= max(TOLERANCE * abs(values[0, 0]), floor)
 
+    start = oracle.random(1, steps)
     if product * steps > AFFORDABLE:  # a sample gives the direction; then few steps on all examples
         examples = int(np.clip(AFFORDABLE / 10 / (_operations(x.size) * steps), 256, oracle.problem.data.n_examples))
         reference = oracle.everyone(examples)[0]
-        start = lanczos(lambda V: oracle.common_products(x, V, reference), start, steps, settled).vectors[:, 0]
-        steps = int(np.clip(AFFORDABLE / 2 / product, 2, steps))
+        found = lanczos(lambda V: oracle.common_products(x, V, reference), start, settled)
+        start = oracle.basis(found.vectors[:, 0], int(np.clip(AFFORDABLE / 2 / product, 2, steps)))
     everyone = oracle.everyone()[0]
-    found = lanczos(lambda V: oracle.common_products(x, V, everyone), start, steps, settled)
+    found = lanczos(lambda V: oracle.common_products(x, V, everyone), start, settled)
     return float(found.values[0, 0]), float(found.errors[0, 0])
 
 
@@ -261,11 +257,11 @@ def _reject_kinks(oracle: Oracle, x: np.ndarray, beta: float) -> None:
     if beta == 0 and change == 0:
         raise InvalidInput(
             "The loss has no curvature at all here: its gradient is constant. Either f has no minimum, or the model "
-            "does not depend on its parameters. Check loss and init."
+            "does not depend on its parameters. Check the loss, and the initial point."
         )
     if change > 10 * beta:
         raise InvalidInput(
-            f"loss(params, batch) must be twice differentiable. Its gradient changes by {change:.3g} per unit step, "
+            f"The loss must be twice differentiable. Its gradient changes by {change:.3g} per unit step, "
             f"but its second derivative is at most {beta:.3g}, so the loss has kinks (a hinge, an absolute value, a "
             "maximum, a rounding), and beta, mu and delta are meaningless. Smooth the loss (softplus, Huber, "
             "logsumexp), or compare algorithms with covary.sweep."

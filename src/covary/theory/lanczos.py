@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+from covary.running.derivatives import Basis
 
 EVERY = 4  # steps between two convergence checks
 LEAST = 12  # steps before a check can end the search
@@ -33,36 +32,29 @@ class Extremes(NamedTuple):
 
 def lanczos(
     product: Callable[[Any], Any],
-    start: Any,
-    steps: int,
+    basis: Basis,
     enough: Callable[[np.ndarray, np.ndarray], bool],
 ) -> Extremes:
     """Lanczos' method with full reorthogonalisation, on all matrices at once.
 
     Args:
         product: (matrices, d) -> (matrices, d), each matrix times its own vector.
-        start: the first vectors, (matrices, d), not zero.
-        steps: the maximum number of products.
+        basis: holds the first vectors, and room for one more in each step.
         enough: (values, errors) -> whether they are accurate enough. A small error only says that some eigenvalue is
             near, so two checks in a row must pass.
 
     Reference: Lanczos 1950; Golub and Van Loan, Matrix Computations, chapter 10.
     """
-    m, d = start.shape
-    steps = min(steps, d)
-    basis = jnp.zeros((steps, m, d), start.dtype)
-    v = start / jnp.linalg.norm(start, axis=1, keepdims=True)
+    v, steps, m = basis.first, basis.steps, len(basis.first)
     T = np.zeros((m, steps, steps))
     length = np.full(m, steps)  # of each matrix's basis; shorter if it spans an invariant subspace
-    roundoff = 50 * float(jnp.finfo(start.dtype).eps)
     extremes, satisfied = None, 0
     for k in range(steps):
-        basis, w, alpha, beta = _step(basis, k, v, product(v))
-        alpha, beta = np.asarray(alpha, float), np.asarray(beta, float)
+        w, alpha, beta = basis.add(v, product(v))
         T[:, k, k] = alpha
         going = length == steps
         scale = np.abs(T[:, : k + 1, : k + 1]).max(axis=(1, 2))
-        ended = ~(beta > roundoff * np.maximum(scale, np.finfo(np.float32).tiny))
+        ended = ~(beta > basis.roundoff * np.maximum(scale, np.finfo(np.float32).tiny))
         length[going & ended] = k + 1
         rest = np.where(length == steps, beta, 0.0)
         if not np.isfinite(alpha).all() or k + 1 == steps or not rest.any() or (k + 1) % EVERY == 0:
@@ -73,21 +65,10 @@ def lanczos(
             if k + 1 == steps or not rest.any() or not np.isfinite(values).all() or found:
                 break
         T[:, k, k + 1] = T[:, k + 1, k] = rest
-        v = jnp.where(jnp.asarray(rest > 0)[:, None], w / jnp.maximum(jnp.asarray(beta, w.dtype)[:, None], 1e-30), 0)
+        v = basis.unit(w, rest)
     assert extremes is not None
     values, errors, mix = extremes
-    vectors = jnp.einsum("mks,kmd->msd", jnp.asarray(mix, basis.dtype), basis[: mix.shape[1]])
-    return Extremes(values, errors, vectors)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _step(basis: Any, k: Any, v: Any, w: Any) -> Any:
-    """The next direction, orthogonalised against all earlier ones (twice, because of rounding)."""
-    alpha = jnp.sum(v * w, axis=1)
-    basis = basis.at[k].set(v)
-    for _ in range(2):
-        w = w - jnp.einsum("km,kmd->md", jnp.einsum("kmd,md->km", basis, w), basis)
-    return basis, w, alpha, jnp.linalg.norm(w, axis=1)
+    return Extremes(values, errors, basis.combined(mix))
 
 
 def _extremes(T: np.ndarray, length: np.ndarray, rest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,55 +1,27 @@
-"""The oracle of a problem: gradients and Hessian-vector products of its clients, without d×d matrices."""
+"""The oracle of a problem: gradients and Hessian-vector products of its clients, and what they cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from covary._engine.convolutions import fast_on_cpu
-from covary._engine.devices import on_device
-from covary._engine.local import loss_at
 from covary.checks import whole
-from covary.errors import InvalidInput, refused
-from covary.problem import Problem
+from covary.errors import InvalidInput
+from covary.running.derivatives import Basis, Derivatives, Parts
+from covary.running.engine import runtime_of
+from covary.running.job import AnyProblem
 from covary.running.plan import client_weights
 from covary.training import check_weights
 
 ROWS_AT_ONCE = 1024
 
 
-class Parts(NamedTuple):
-    """One or more functions, each a weighted mean of examples' losses, divided into parts that fit into memory."""
-
-    rows: np.ndarray  # (parts, length): rows of the data
-    share: np.ndarray | None  # the weight of each row in its function; None if a function is the loss of its only part
-    first: np.ndarray  # the first part of each function, and one past the last part
-
-    @property
-    def functions(self) -> int:
-        return len(self.first) - 1
-
-
-class _Compiled(NamedTuple):
-    survey: Any
-    responses: Any
-    gradients: Any
-    own_products: Any
-    common_products: Any
-    square_deviations: Any
-
-
 class Oracle:
-    """The clients' functions f_i and their weighted mean f, on the device."""
+    """The clients' functions f_i and their weighted mean f. Their derivatives are computed by the problem's runtime."""
 
-    def __init__(self, problem: Problem, weights: str = "uniform", seed: int = 0, x0: Any = None):
-        if not isinstance(problem, Problem):
-            raise refused(
-                "problem", "a Problem", type(problem).__name__, "Build one with covary.supervised, for example."
-            )
+    def __init__(self, problem: AnyProblem, weights: str = "uniform", seed: int = 0, x0: Any = None):
+        runtime = runtime_of(problem)
         check_weights(weights)
         if problem.n_clients < 2:
             raise InvalidInput(
@@ -62,25 +34,26 @@ class Oracle:
                 "a sample of its clients: FederatedData.from_clients([data.client(i) for i in ...])."
             )
         whole("seed", seed, 0, most=2**32 - 1)
-        problem.refuse_other_losses(one_by_one=len(set(problem.data.sizes.tolist())) > 1)
-        self.problem, self.divisible = problem, not problem.mixes_examples
+        self.problem = problem
+        self.derivatives: Derivatives = runtime.derivatives(problem, x0, seed)
         self.p = client_weights(problem.data.sizes, weights == "examples")
-        self.start, self.unravel = problem.start(x0, seed)
-        if self.start.dtype.itemsize < 4:
-            fix = "Its rounding hides curvatures. Measure the model in float32, and train in any precision."
-            raise refused("params", "float32 or float64", str(self.start.dtype), fix)
         self.rng = np.random.default_rng(seed)
         self.cost = 0  # gradients of one example's loss so far; a Hessian-vector product counts two
-        self.examples = on_device(problem.data), jax.device_put(problem.held)
-        self._product = self._hessian_product()
-        self.compiled = _Compiled(
-            *(jax.jit(fast_on_cpu(getattr(self, f"_{name}"))) for name in _Compiled._fields)  # freed with this object
-        )
 
     @classmethod
     def of(cls, problem: Any, weights: str, seed: int) -> Oracle:
         """The oracle of a problem. An oracle is returned as it is, so that measurements share compiled programs."""
         return problem if isinstance(problem, Oracle) else cls(problem, weights, seed)
+
+    @property
+    def start(self) -> np.ndarray:
+        """The initial point."""
+        return self.derivatives.start
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the loss of a batch is the mean of its examples' losses."""
+        return self.derivatives.divisible
 
     def at(self, x: Any) -> np.ndarray:
         """A point as a flat vector, from a vector or from params; None is the initial point."""
@@ -101,9 +74,11 @@ class Oracle:
     def clients(self, ids: np.ndarray) -> Parts:
         """The functions f_i of some clients."""
         sizes, offsets = self.problem.data.sizes[ids], self.problem.data.offsets[ids]
-        if not self.divisible:  # then all clients have the same size
+        if not self.divisible and (sizes == sizes[0]).all():
             return Parts(offsets[:, None] + np.arange(sizes[0]), None, np.arange(len(ids) + 1))
-        length = int(min(ROWS_AT_ONCE, sizes.max(), max(16, 2 * np.median(sizes))))  # little padding for most clients
+        length = int(sizes.max())
+        if self.divisible:
+            length = int(min(ROWS_AT_ONCE, length, max(16, 2 * np.median(sizes))))  # little padding for most clients
         counts = -(-sizes // length)
         first = np.concatenate([[0], np.cumsum(counts)])
         owner = np.repeat(np.arange(len(ids)), counts)
@@ -134,130 +109,48 @@ class Oracle:
         rows = np.pad(rows, (0, parts * length - len(rows)))
         return Parts(rows.reshape(parts, length), share.reshape(parts, length), np.array([0, parts])), complete
 
-    # The following methods process the parts one by one and add up their cost.
+    # The following methods process the parts one by one and add up their cost. V is an array of the runtime.
 
-    def survey(self, x: np.ndarray, parts: Parts, p: np.ndarray, centre: Any) -> tuple[np.ndarray, ...]:
+    def survey(self, x: np.ndarray, parts: Parts, p: np.ndarray, centre: np.ndarray) -> tuple[np.ndarray, ...]:
         """For each function the loss, ‖∇f_i‖² and ‖∇f_i - centre‖²; and the mean of the gradients weighted by p."""
         self.cost += _count(parts)
-        return tuple(np.asarray(v) for v in self.compiled.survey(self.examples, x, parts, p.astype(x.dtype), centre))
+        return self.derivatives.survey(x, parts, p, centre)
 
-    def responses(self, x: np.ndarray, v: Any, parts: Parts, p: np.ndarray, centre: Any) -> tuple[np.ndarray, ...]:
+    def responses(
+        self, x: np.ndarray, v: np.ndarray, parts: Parts, p: np.ndarray, centre: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
         """For each function ‖∇²f_i v‖² and ‖∇²f_i v - centre‖²; and the mean of the products weighted by p."""
         self.cost += 2 * _count(parts)
-        found = self.compiled.responses(self.examples, x, v, parts, p.astype(x.dtype), centre)
-        return tuple(np.asarray(value) for value in found)
+        return self.derivatives.responses(x, v, parts, p, centre)
 
-    def own_products(self, x: Any, V: Any, parts: Parts) -> Any:
-        """∇²f_i(x) v_i, with one vector per function."""
-        self.cost += 2 * _count(parts)
-        return self.compiled.own_products(self.examples, x, V, parts)
-
-    def common_products(self, x: Any, V: Any, parts: Parts) -> Any:
-        """∇²f(x) v for each of the vectors, where f is the mean of the functions."""
-        self.cost += 2 * _count(parts) * len(V)
-        return self.compiled.common_products(self.examples, x, V, parts)
-
-    def square_deviations(self, x: Any, rows: np.ndarray, centres: Any) -> np.ndarray:
-        """‖∇l_j(x) - centre‖² of single examples, one row of examples per centre."""
-        self.cost += rows.size
-        return np.asarray(self.compiled.square_deviations(self.examples, x, rows, centres))
-
-    def gradients(self, x: Any, parts: Parts) -> Any:
+    def gradients(self, x: np.ndarray, parts: Parts) -> np.ndarray:
         """∇f_i(x) of all functions: (functions, d)."""
         self.cost += _count(parts)
-        return self.compiled.gradients(self.examples, x, parts)
+        return self.derivatives.gradients(x, parts)
 
-    def _loss(self, examples: Any, rows: Any, share: Any) -> Callable[[Any], Any]:
-        """y -> the loss of one part."""
-        examples, held = examples
-        batch = jax.tree.map(lambda leaf: leaf[rows], examples)
-        loss = self.problem.loss.holding(*held)
-        return lambda y: loss_at(loss, self.unravel(y), batch, share)
+    def own_products(self, x: np.ndarray, V: Any, parts: Parts) -> Any:
+        """∇²f_i(x) v_i, with one vector per function."""
+        self.cost += 2 * _count(parts)
+        return self.derivatives.own_products(x, V, parts)
 
-    def _summed(self, function: Callable[[Any], Any], examples: Any, parts: Any, i: Any, like: Any) -> Any:
-        """The sum of `function` over the losses of the parts of function i."""
-        if parts.share is None:
-            return function(self._loss(examples, parts.rows[i], None))
+    def common_products(self, x: np.ndarray, V: Any, parts: Parts) -> Any:
+        """∇²f(x) v for each of the vectors, where f is the mean of the functions."""
+        self.cost += 2 * _count(parts) * len(V)
+        return self.derivatives.common_products(x, V, parts, self.p)
 
-        def add(k: Any, total: Any) -> Any:
-            return total + function(self._loss(examples, parts.rows[k], parts.share[k].astype(like.dtype)))
+    def square_deviations(self, x: np.ndarray, rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
+        """‖∇l_j(x) - centre‖² of single examples, one row of examples per centre."""
+        self.cost += rows.size
+        return self.derivatives.square_deviations(x, rows, centres)
 
-        return jax.lax.fori_loop(parts.first[i], parts.first[i + 1], add, like)
+    def random(self, count: int, steps: int) -> Basis:
+        """Where Lanczos' method starts: so many random vectors, and room for so many steps."""
+        return self.basis(self.derivatives.vectors(self.rng.normal(size=(count, self.start.size))), steps)
 
-    def _survey(self, examples: Any, x: Any, parts: Parts, p: Any, centre: Any) -> Any:
-        def one(total: Any, i: Any) -> Any:
-            zero = jnp.zeros((), x.dtype)
-            f = self._summed(lambda loss: loss(x), examples, parts, i, zero)
-            g = self._summed(lambda loss: jax.grad(loss)(x), examples, parts, i, 0 * x)
-            return total + p[i] * g, (f, jnp.sum(g**2), jnp.sum((g - centre) ** 2))
-
-        mean, (f, squares, deviations) = jax.lax.scan(one, 0 * x, jnp.arange(parts.functions))
-        return f, squares, deviations, mean
-
-    def _responses(self, examples: Any, x: Any, v: Any, parts: Parts, p: Any, centre: Any) -> Any:
-        def one(total: Any, i: Any) -> Any:
-            h = self._summed(lambda loss: self._product(jax.grad(loss), x, v), examples, parts, i, 0 * v)
-            return total + p[i] * h, (jnp.sum(h**2), jnp.sum((h - centre) ** 2))
-
-        mean, (squares, deviations) = jax.lax.scan(one, 0 * x, jnp.arange(parts.functions))
-        return squares, deviations, mean
-
-    def _gradients(self, examples: Any, x: Any, parts: Parts) -> Any:
-        def one(i: Any) -> Any:
-            return self._summed(lambda loss: jax.grad(loss)(x), examples, parts, i, 0 * x)
-
-        return jax.lax.map(one, jnp.arange(parts.functions))
-
-    def _own_products(self, examples: Any, x: Any, V: Any, parts: Parts) -> Any:
-        def one(i: Any) -> Any:
-            return self._summed(lambda loss: self._product(jax.grad(loss), x, V[i]), examples, parts, i, 0 * x)
-
-        return jax.lax.map(one, jnp.arange(parts.functions))
-
-    def _common_products(self, examples: Any, x: Any, V: Any, parts: Parts) -> Any:
-        def all_vectors(loss: Any) -> Any:
-            return jax.vmap(lambda v: self._product(jax.grad(loss), x, v))(V)
-
-        if parts.functions == 1:
-            return self._summed(all_vectors, examples, parts, 0, 0 * V)
-        p = jnp.asarray(self.p, x.dtype)
-        add = lambda i, total: total + p[i] * self._summed(all_vectors, examples, parts, i, 0 * V)  # noqa: E731
-        return jax.lax.fori_loop(0, parts.functions, add, 0 * V)
-
-    def _square_deviations(self, examples: Any, x: Any, rows: Any, centres: Any) -> Any:
-        def one(given: Any) -> Any:
-            row, centre = given
-
-            def example(j: Any) -> Any:
-                return jnp.sum((jax.grad(self._loss(examples, j[None], None))(x) - centre) ** 2)
-
-            return jax.lax.map(example, row, batch_size=16)
-
-        return jax.lax.map(one, (rows, centres))
-
-    def _hessian_product(self) -> Callable[..., Any]:
-        """A function that differentiates the gradient: forwards, or backwards if the loss allows only that."""
-        slope = jax.grad(self._loss(self.examples, np.arange(1), None))
-
-        def forwards(gradient: Any, x: Any, v: Any) -> Any:
-            return jax.jvp(gradient, (x,), (v,))[1]
-
-        def backwards(gradient: Any, x: Any, v: Any) -> Any:
-            return jax.vjp(gradient, x)[1](v)[0]
-
-        for way in (forwards, backwards):
-            try:
-                jax.eval_shape(lambda v, way=way: way(slope, v, v), self.start)
-            except Exception as error:
-                reason = error
-            else:
-                return way
-        raise InvalidInput(
-            "loss(params, batch) must be twice differentiable, because beta, mu and delta are curvatures, but JAX "
-            f"cannot differentiate its gradient ({str(reason).splitlines()[0]}). Make custom derivatives (custom_vjp, "
-            "callbacks) differentiable."
-        ) from reason
+    def basis(self, start: Any, steps: int) -> Basis:
+        """Where Lanczos' method starts: given vectors, and room for so many steps."""
+        return self.derivatives.basis(start, steps)
 
 
 def _count(parts: Parts) -> int:
-    return parts.rows.size if parts.share is None else int((np.asarray(parts.share) > 0).sum())
+    return parts.rows.size if parts.share is None else int((parts.share > 0).sum())

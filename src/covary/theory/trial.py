@@ -16,7 +16,7 @@ import numpy as np
 
 from covary import algorithms
 from covary.algorithm import Algorithm
-from covary.problem import Problem
+from covary.running.job import AnyProblem
 from covary.sweep import RATIO, Sweep, half_decade, sweep
 from covary.targets import direction_of, met, target_of
 
@@ -54,7 +54,7 @@ class Trial:
 class Contest:
     """What all runs of a trial share."""
 
-    problem: Problem
+    problem: AnyProblem
     exchanges: int  # of each run
     seeds: tuple[int, ...]
     target: tuple[str, float] | tuple[str, str, float] | None
@@ -122,8 +122,7 @@ class Contest:
         rounds = max(2, self.exchanges // exchanges)
         swept = sweep(
             build,
-            # without metrics, the loss is measured
-            self.problem if self.target else replace(self.problem, metrics=None),
+            self.problem if self.target else self.problem.without_metrics(),  # then the loss is measured
             {"eta_l": eta_l},
             self.seeds,
             rounds=rounds,

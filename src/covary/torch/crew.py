@@ -66,17 +66,15 @@ def choose_way(
     """
     network, on_gpu = problem.network, problem.network.device.type == "cuda"
     compiled = uncompiled(problem.module) is not problem.module
-    apart = not isinstance(examples, Rows) or not all(
-        isinstance(a, torch.Tensor) for a in trees.leaves(examples.examples)
-    )
-    seeds_steps = problem.draws or apart
+    seeds_steps = problem.draws or not isinstance(examples, Rows)
     worker = Worker(network.copied(), problem.loss, precision, microbatch, seeds_steps)
     if devices is not None and whole("devices", devices, 1) > 1 and on_gpu:
         fix = "A cohort of a PyTorch module runs on the GPU that the module is on."
         raise refused("devices", "1 for a module on a GPU", devices, fix)
     if width is not None:
         whole("width", width, 1)
-    obstacle = _obstacle(problem, examples, plan, worker, compiled or seeds_steps or microbatch is not None)
+    other = compiled or seeds_steps or problem.data.streamed or microbatch is not None
+    obstacle = _obstacle(problem, examples, plan, worker, other)
     if width is not None and width > 1 and obstacle:
         raise refused("width", f"1 here, because {obstacle}", width, "Leave it out.")
     if plan.cohort > 1 and not obstacle and width != 1:
@@ -108,7 +106,7 @@ def _obstacle(problem: Problem, examples: Examples, plan: Plan, worker: Worker, 
     """Why several clients cannot be computed at once; empty if they can."""
     local = plan.local
     if other:
-        return "the module is compiled or draws at random, its data comes in items, or batches are divided"
+        return "the module is compiled or draws at random, its data is read as it is needed, or batches are divided"
     if problem.network.averaged:
         return "the module has buffers that are averaged"
     if local.steps is None or local.ragged_batches or local.ragged_sizes:

@@ -46,7 +46,8 @@ class Evaluation:
         if self.of_loss:
             values |= self._mean(lambda module, batch: {"loss": problem.loss(module, batch)}, self.of_loss, x, buffers)
         if self.of_metrics:
-            assert (metrics := problem.metrics) is not None
+            metrics = problem.metrics
+            assert metrics is not None
             values |= self._mean(lambda module, batch: averaged(metrics(module, batch)), self.of_metrics, x, buffers)
         return {name: values[name] for name in self.names}
 
@@ -79,7 +80,7 @@ class Evaluation:
 
         shares = np.array_split(np.arange(len(pieces)), min(len(self.crew.way.workers), len(pieces)))
         totals = list(self.crew.map(share, [[pieces[k] for k in some] for some in shares]))
-        return {name: sum(total[name] for total in totals) for name in totals[0]}
+        return {name: torch.stack([total[name] for total in totals]).sum() for name in totals[0]}
 
     def _pieces_of_clients(self, p: np.ndarray) -> list[Piece]:
         """f, the weighted mean of the clients' mean losses. Where examples weigh the same, they are taken in order."""

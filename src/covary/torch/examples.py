@@ -1,4 +1,4 @@
-"""The clients' examples as PyTorch takes them: tensors, data sets of single items, or loaders with batches of their own.
+"""The clients' examples as PyTorch takes them: tensors, data sets of single items, or loaders with their own batches.
 
 covary cuts tensors and data sets into batches, in the order that every runtime uses. A loader brings its own.
 """
@@ -100,7 +100,7 @@ class Rows(Picked):
 
 
 class Items(Picked):
-    """Data sets of single items, one per client. An item is made when it is needed, so it may be augmented at random."""
+    """Data sets of single items, one per client. An item is made when it is needed, and may be augmented at random."""
 
     def __init__(self, datasets: Sequence[Any]):
         self.datasets = datasets
@@ -210,7 +210,7 @@ def converted(leaf: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device. What is no tensor stays as it is."""
-    if isinstance(batch, torch.Tensor) or isinstance(batch, (tuple, list, dict)):
+    if isinstance(batch, torch.Tensor | tuple | list | dict):
         return trees.map(lambda leaf: _there(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     return batch.to(device) if hasattr(batch, "to") else batch  # such as the BatchEncoding of transformers
 

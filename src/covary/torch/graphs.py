@@ -68,7 +68,8 @@ class Recorder:
         """The graph of a step that replaces the local state by the next."""
 
         def replace() -> None:
-            _copy(self.held[0], self.step(*self.held, batch))
+            local, down, client = self.held
+            _copy(local, self.step(local, down, client, batch))
 
         before = trees.map(torch.clone, self.held[0])
         stream = torch.cuda.Stream()
@@ -100,7 +101,7 @@ def _pairs(into: Any, tree: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def _why(error: RuntimeError) -> str:
     reason = str(error).strip().splitlines()[0]
     return (
-        f"A local step cannot be recorded as a CUDA graph, so it runs operation by operation, which is slower ({reason}). "
+        f"A local step cannot be recorded as a CUDA graph, so it runs one operation after the other ({reason}). "
         "A step can be recorded if it does not wait for the GPU: no .item(), .cpu(), print or branch on a tensor's "
         "value in the module or its loss."
     )

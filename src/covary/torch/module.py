@@ -28,7 +28,7 @@ class Network:
     def __init__(self, module: torch.nn.Module):
         self.module, self.own = module, uncompiled(module)
         named = {name: p for name, p in self.own.named_parameters() if p.requires_grad}
-        self.trained = list(named.values())
+        self.trained: list[torch.Tensor] = list(named.values())
         _check_trained(named)
         self.sizes = [p.numel() for p in self.trained]
         self.device = self.trained[0].device
@@ -50,7 +50,7 @@ class Network:
             allowed, came = f"a vector of {sum(self.sizes)} numbers", f"shape {tuple(y.shape)}"
             raise refused("x", allowed, came, "Use the same module.")
         with torch.no_grad():
-            torch._foreach_copy_(self.trained, self.parts(y))
+            torch._foreach_copy_(self.trained, self.parts(y))  # pyright: ignore[reportPrivateImportUsage]
 
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
         """A vector in the shapes of the trained parameters."""
@@ -62,7 +62,7 @@ class Network:
         return {name: part.to(p.dtype) for name, part, p in zip(names, self.parts(y), self.trained, strict=True)}
 
     def gradient(self, value: torch.Tensor) -> torch.Tensor:
-        """The gradient of a loss by the trained parameters, as a vector. It is 0 where the loss does not depend on one."""
+        """The gradient of a loss by the trained parameters, as a vector; 0 where the loss does not depend on one."""
         found = torch.autograd.grad(value, self.trained, allow_unused=True)
         return self.flat(found)
 

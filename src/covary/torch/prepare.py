@@ -76,9 +76,8 @@ def prepare(
             fix = "A batch can only be divided if its loss is the mean of its examples' own losses, without buffers."
             raise refused("microbatch", "None", microbatch, fix)
     examples = problem.examples
-    if isinstance(examples, Rows) and not problem.data.streamed and device.type != "cpu":
-        if examples.nbytes <= machine.device_memory() / 4:
-            examples = examples.to(device)
+    if isinstance(examples, Rows):
+        examples = _near(examples, problem, device)
     return Job(
         algorithm=algorithm,
         problem=problem,
@@ -114,6 +113,13 @@ def _local_work(problem: Problem, training: Training) -> tuple[LocalPlan, Layout
     batch = -(-examples.sizes // per_epoch)
     plan = replace(plan, steps=same, max_steps=int(steps.max()), max_batch=int(batch.max()), ragged_batches=True)
     return plan, Layout(examples.sizes, batch, per_epoch, steps)
+
+
+def _near(rows: Rows, problem: Problem, device: torch.device) -> Rows:
+    """The examples on a GPU, if they take at most a quarter of its memory."""
+    if device.type == "cpu" or problem.data.streamed or rows.nbytes > torch.cuda.mem_get_info(device)[1] / 4:
+        return rows
+    return rows.to(device)
 
 
 def _store(

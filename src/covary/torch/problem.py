@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -71,6 +71,10 @@ class Problem:
         """The averaged buffers at the start, as a vector."""
         return self.network.buffers.cpu().numpy() if self.network.averaged else None
 
+    def without_metrics(self) -> Problem:
+        """The same problem, of which only the loss is measured."""
+        return replace(self, metrics=None, metric_names=(), means=frozenset())
+
     def few_on_device(self) -> Any:
         """A few examples, on the module's device."""
         return moved(_few(self.examples), self.network.device)
@@ -89,7 +93,8 @@ class Problem:
         except (TypeError, ValueError, RuntimeError):
             flat = np.empty(0)
         if flat.shape != x.shape:
-            came = f"shape {np.shape(x0)}" if hasattr(x0, "shape") or np.isscalar(x0) else type(x0).__name__
+            shape = getattr(x0, "shape", () if np.isscalar(x0) else None)
+            came = type(x0).__name__ if shape is None else f"shape {tuple(shape)}"
             allowed = f"a state_dict of the module, or a vector of {x.size} numbers"
             raise refused("x0", allowed, came, "Pass run.params, for example.")
         if not np.isfinite(flat).all():

@@ -14,13 +14,14 @@ from covary.running.checkpoint import hash_of_text
 from covary.running.history import Log
 from covary.running.members import Members
 from covary.running.simulation import Simulation
+from covary.torch.derivatives import TorchDerivatives
 from covary.torch.members import RunsInTurn
 from covary.torch.module import form_of_module, uncompiled
 from covary.torch.prepare import Job, prepare, reject_debugging
-from covary.torch.problem import evaluating
+from covary.torch.problem import Problem, evaluating
 from covary.torch.rounds import Rounds
 
-__all__ = ["about", "buffers", "debugged", "hosts", "members", "model", "params", "prepare", "simulation"]
+__all__ = ["about", "buffers", "debugged", "derivatives", "hosts", "members", "model", "params", "prepare", "simulation"]
 
 
 def simulation(job: Job, log: Log | None, owner: str | None = None) -> Simulation:
@@ -38,6 +39,11 @@ def members(
 def debugged(job: Job, log: Log | None) -> Any:
     """PyTorch has no other server for debugging."""
     reject_debugging(job.problem)
+
+
+def derivatives(problem: Problem, x0: Any, seed: int) -> TorchDerivatives:
+    """What `covary.theory` measures of a problem."""
+    return TorchDerivatives(problem, x0, seed)
 
 
 def about(job: Job, algorithm: Algorithm) -> dict[str, Any]:

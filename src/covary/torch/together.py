@@ -95,10 +95,7 @@ class Together:
         orders = zip(*(positions_of_steps(size, cut, draw) for draw in draws), strict=True)
         for positions in orders:
             rows = offsets[:, None] + torch.from_numpy(np.stack(positions)).to(offsets.device, non_blocking=True)
-            flat = rows.reshape(-1)
-            yield trees.map(
-                lambda leaf: leaf.index_select(0, flat).view(*rows.shape, *leaf.shape[1:]), self.rows.examples
-            )
+            yield trees.map(lambda leaf, rows=rows: leaf[rows], self.rows.examples)
 
 
 class _WithLoss(torch.nn.Module):

@@ -13,7 +13,8 @@ import numpy as np
 from covary.algorithm import Algorithm
 from covary.checks import whole
 from covary.errors import DivergenceWarning, InvalidInput, refused
-from covary.problem import Problem
+from covary.running.engine import runtime_of
+from covary.running.job import AnyProblem
 from covary.running.plan import batches_of, cohort_size
 from covary.simulate import simulate
 from covary.targets import target_of
@@ -94,7 +95,7 @@ class Diagnosis:
 
 
 def diagnose(
-    problem: Problem,
+    problem: AnyProblem,
     rounds: int = 100,
     clients_per_round: int | float | None = None,
     local_steps: int | None = None,
@@ -152,8 +153,8 @@ def diagnose(
     whole("trial_rounds", trial_rounds, 2)
     if local_steps is not None:
         whole("local_steps", local_steps, 1)
-    if isinstance(problem, Problem):
-        target_of(target, ("loss", *problem.metric_names))
+    runtime_of(problem)  # rejects what is no problem
+    target_of(target, ("loss", *problem.metric_names))
     oracle = Oracle(problem, weights, seed, x0)
     S = cohort_size(clients_per_round, problem.n_clients)
     batches_of(batch_size, problem.data.sizes)
@@ -211,7 +212,7 @@ def diagnose(
 
 def check_advice(
     diagnosis: Diagnosis,
-    problem: Problem,
+    problem: AnyProblem,
     target: Any,
     steps: Sequence[int],
     *,
