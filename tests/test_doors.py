@@ -25,8 +25,9 @@ from covary.draws import order_of_epoch
 from covary.errors import CovaryError
 from covary.flower import Limits, Settings, audit, client_app, outcome, serve, torch_client_app
 from covary.flower.journal import Order
+from covary.flower.model import start_of
 from covary.flower.refusals import refusal
-from covary.flower.start import spec_of, start_of
+from covary.flower.start import spec_of
 from covary.flower.wire import facts_of, pack
 
 D, CLASSES = 5, 3

@@ -21,7 +21,7 @@ from covary._engine.memory import fitted
 from covary.algorithm import Algorithm, rebuild
 from covary.client import Guard
 from covary.errors import refused
-from covary.flower.fingerprint import form_of_params
+from covary.flower.jax_model import form_of_params
 from covary.flower.limits import Limits, smallest_batch_of
 from covary.flower.nodes import FACTORIES, Node, Owner, Privacy, build_app, checked_privacy
 from covary.flower.task import Which, Work

@@ -12,8 +12,9 @@ from covary.errors import InvalidInput, refused
 from covary.flower.journal import Ledger
 from covary.flower.log import log
 from covary.flower.merge import Arrays, named, prefixed
+from covary.flower.model import start_of
 from covary.flower.settings import Settings
-from covary.flower.start import Start, spec_of, start_of
+from covary.flower.start import Start, spec_of
 from covary.flower.task import Task
 from covary.flower.wire import FACTS, pack
 from covary.runs.files import File

@@ -1,21 +1,28 @@
-"""The model that a deployed run has trained."""
+"""The model of a deployed run: where it starts, and as it was trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.flatten_util import ravel_pytree
-
 from covary.errors import InvalidInput, refused
-from covary.flower.fingerprint import form_of_params
-from covary.flower.start import buffers_of_model
-from covary.model_functions import by_path
-from covary.problem import Problem
+from covary.flower.start import Start, built
 from covary.runs.files import File
+
+
+def start_of(model: Any, seed: int) -> Start:
+    """Where a model starts: a module, a model with `init`, parameters, or a function that builds one of these."""
+    if not hasattr(model, "named_parameters") and not hasattr(model, "init") and callable(model):
+        return start_of(built(model, seed), seed)
+    if hasattr(model, "named_parameters"):
+        from covary.torch.module import Network, form_of_module
+
+        network = Network(model)
+        x = network.x.cpu().numpy()
+        return Start(x, network.named_buffers(), form_of_module(model), lambda x: x, dict)
+    from covary.flower.jax_model import start_of_params  # here, because PyTorch alone needs no JAX
+
+    return start_of_params(model, seed)
 
 
 def load_model(model: Any, checkpoint: str | Path) -> Any:
@@ -49,12 +56,6 @@ def load_model(model: Any, checkpoint: str | Path) -> Any:
 
         same(form_of_module(model))
         return loaded(model, x, {k.removeprefix("buffers."): v for k, v in arrays.items() if k.startswith("buffers.")})
-    own, frozen = buffers_of_model(model), model.frozen if isinstance(model, Problem) else None
-    params = model.init(jax.random.key(0)) if hasattr(model, "init") else model
-    params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), params)
-    same(form_of_params(params, frozen, by_path(own)))
-    _, unravel = ravel_pytree(params)
-    params = jax.tree.map(np.asarray, unravel(jnp.asarray(x)))
-    if own is None:
-        return params
-    return params, jax.tree.unflatten(jax.tree.structure(own), [arrays[f"buffers.{name}"] for name in by_path(own)])
+    from covary.flower.jax_model import params_of  # here, because PyTorch alone needs no JAX
+
+    return params_of(model, arrays, same)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from covary.checks import whole
-from covary.errors import InvalidInput
+from covary.errors import InvalidInput, refused
 from covary.running.derivatives import Basis, Derivatives, Parts
 from covary.running.engine import runtime_of
 from covary.running.job import AnyProblem
