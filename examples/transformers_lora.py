@@ -48,13 +48,13 @@ def loss(module, batch):
 def texts(author):
     """The author's text in pieces of 32 bytes."""
     ids = torch.tensor(list(AUTHORS[author].encode()))
-    return {"input_ids": ids.unfold(0, 32, 8)}
+    return {"input_ids": ids.unfold(0, 32, 6)}
 
 
 client = torch_client_app(
     lambda context: network(),
     loss,
-    lambda context: texts(context.node_config["author"]),  # yours: a file of this node
+    lambda context: texts(list(AUTHORS)[context.node_config["partition-id"]]),  # yours: a file of this node
     limits=Limits(private_batches=False),  # the batches of the simulation
 )
 server = server_app(ALGORITHM, network, min_clients=len(AUTHORS), **SETTINGS)

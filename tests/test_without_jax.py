@@ -56,6 +56,16 @@ for call in (lambda: cv.simulate(cv.sgd(0.1), 5, 1), lambda: cv.sweep(cv.sgd, 5,
         assert str(error).startswith("problem must be a Problem; got int. Build one"), error
     else:
         raise AssertionError("not rejected")
+
+# A PyTorch module, diagnosed
+import torch
+import covary.torch as cvt
+
+torch.set_num_threads(1)
+clients = [(torch.full((4, 1), 1.0 + i), torch.full((4, 1), float(i))) for i in range(3)]
+problem = cvt.supervised(torch.nn.Linear(1, 1), lambda m, batch: ((m(batch[0]) - batch[1]) ** 2).mean(), clients)
+found = cv.diagnose(problem, trial_rounds=3, local_steps=2, trial_seeds=1, algorithms=())
+assert found.algorithm in ("scaffold", "fedavg") and found.beta > found.delta > 0
 try:
     cv.quadratics([[[1.0]]], [[1.0]])
 except ImportError as error:

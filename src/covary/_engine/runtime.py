@@ -23,7 +23,18 @@ from covary.running.history import Log
 from covary.running.members import Members
 from covary.running.simulation import Simulation
 
-__all__ = ["about", "buffers", "debugged", "derivatives", "hosts", "members", "model", "params", "prepare", "simulation"]
+__all__ = [
+    "about",
+    "buffers",
+    "debugged",
+    "derivatives",
+    "hosts",
+    "members",
+    "model",
+    "params",
+    "prepare",
+    "simulation",
+]
 
 SETTINGS = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision", "jax_enable_x64")
 

@@ -21,6 +21,7 @@ import numpy as np
 from covary.algorithms import scaffold
 from covary.bench import deploy as deployed
 from covary.bench import peers, torch_rivals
+from covary.bench.clock import Clock
 from covary.bench.deep import GPT_14M, GPT_14M_LOOPED, GPT_124M, RESNET, SMALL_RESNET, DeepWorkload
 from covary.bench.workloads import CNN, W1, W2, Workload
 from covary.data.federated import FederatedData
@@ -50,7 +51,7 @@ def covary_round(workload: Workload, seconds: float, **how: Any) -> dict[str, fl
     problem = workload.problem()
     clock = Clock()
     simulate(scaffold(eta_l=torch_rivals.ETA_L), problem, log=clock.tick, **_training(workload, seconds), **how)
-    return {"seconds": clock.fastest(), "first_round": clock.ticks[0][0] - clock.start}
+    return {"seconds": clock.fastest(), "first_round": clock.first()}
 
 
 def covary_sweep(workload: Workload, seconds: float) -> float:
@@ -73,30 +74,6 @@ def _training(workload: Workload, seconds: float) -> dict[str, Any]:
         "batch_size": workload.batch,
         "eval_every": 10**6,
     }
-
-
-class Clock:
-    """The time at which each round is logged. The rounds of one chunk are logged together, when it ends."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.ticks: list[tuple[float, int]] = []
-
-    def tick(self, r: int, _: dict[str, float]) -> None:
-        self.ticks.append((time.perf_counter(), r))
-
-    def fastest(self) -> float:
-        """Seconds per round of the fastest chunk, without the last one, which evaluates.
-
-        A chunk starts after a wait of at least a fifth of the longest wait, compilation excluded. Shorter waits (a
-        hiccup while rounds are logged, or the first chunks of one short round) are ignored.
-        """
-        times, rounds = (np.array(column, float) for column in zip(*self.ticks, strict=True))
-        waits = np.diff(times)
-        begins = np.flatnonzero(waits[1:] >= 0.2 * waits[1:].max()) + 1 if len(waits) > 1 else np.array([0])
-        ends = np.append(begins[1:], len(times) - 1)
-        seconds = (times[begins + 1] - times[begins]) / (rounds[ends] - rounds[begins])
-        return float(np.min(seconds[:-1] if len(seconds) > 1 else seconds))
 
 
 def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
@@ -228,7 +205,7 @@ def deep_round(workload: DeepWorkload, rounds: int, **how: Any) -> dict[str, flo
     model = jax.eval_shape(workload.model.init, jax.random.key(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
     return {
-        "first": clock.ticks[0][0] - clock.start,
+        "first": clock.first(),
         "seconds": clock.fastest(),
         "parameters": parameters,
         "states": 4 * parameters * (workload.n_clients + 2),  # every c_i, c and x

@@ -113,24 +113,11 @@ class Clients:
             self.x = self.x.reshape(workload.n_clients, workload.size, 1, side, side)
         self.y = torch.from_numpy(workload.y).to(device).long()
         torch.manual_seed(0)
-        self.model = self._model().to(device)
+        self.model = module_of(workload).to(device)
         self.server = [p.detach().clone() for p in self.model.parameters()]
         self.c = [torch.zeros_like(p) for p in self.server]
         self.c_i = [torch.zeros((workload.n_clients, *p.shape), device=device) for p in self.server]
         self.rng = np.random.default_rng(0)
-
-    def _model(self) -> Any:
-        nn, w = self.torch.nn, self.workload
-        if w.model == "logistic":
-            return nn.Linear(w.features, w.classes)
-        if w.model == "mlp":
-            return nn.Sequential(nn.Linear(w.features, w.hidden), nn.ReLU(), nn.Linear(w.hidden, w.classes))
-        flat = w.features // 16 * 64
-        return nn.Sequential(
-            nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(flat, 512), nn.ReLU(), nn.Linear(512, w.classes),
-        )  # fmt: skip
 
     def cohort(self) -> np.ndarray:
         return np.sort(self.rng.choice(self.workload.n_clients, self.workload.cohort, replace=False))
@@ -151,6 +138,23 @@ class Clients:
             self.c_i[k][ids] = new[k]
             self.server[k] += dy[k].mean(0)
             self.c[k] += mean * (w.cohort / w.n_clients)
+
+
+def module_of(workload: Workload) -> Any:
+    """The workload's model as a module."""
+    from torch import nn
+
+    w = workload
+    if w.model == "logistic":
+        return nn.Linear(w.features, w.classes)
+    if w.model == "mlp":
+        return nn.Sequential(nn.Linear(w.features, w.hidden), nn.ReLU(), nn.Linear(w.hidden, w.classes))
+    flat = w.features // 16 * 64
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(flat, 512), nn.ReLU(), nn.Linear(512, w.classes),
+    )  # fmt: skip
 
 
 def per_client_loop(workload: Workload, repeats: int, device: str = "cpu", compiled: bool = False) -> float:

@@ -117,7 +117,9 @@ def diagnose(
     constants again at the end of the trial. The advice is the best setting of the trial; the constants explain it.
 
     Args:
-        problem: your model and data with at least two clients, for example from `covary.supervised(...)`.
+        problem: your model and data with at least two clients, from `covary.supervised(...)` for example, or from
+            `covary.torch.supervised(...)` with tensors. Dropout is off in all measurements, and BatchNorm normalises
+            by all of a client's examples.
         rounds: the number of rounds you plan to train for.
         clients_per_round, batch_size, seed, x0, weights: your settings, as in `simulate`.
         local_steps: your K, if it is fixed; by default several are tried.

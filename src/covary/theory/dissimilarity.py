@@ -80,7 +80,8 @@ def gradient_dissimilarity(
     """Gradient dissimilarity (A1) at a point: the smallest G for B = 1. At the optimum it is the same for every B.
 
     Args:
-        problem: a problem with at least two clients, or an `Oracle` of it, which measurements can share.
+        problem: a problem with at least two clients, in JAX or PyTorch, or an `Oracle` of it, which measurements can
+            share.
         x: the point, as params or as a flat vector; by default the model's initial point.
         clients: the maximum number of clients to measure; with more clients, a random sample.
         weights: "uniform" or "examples", as in `simulate`.

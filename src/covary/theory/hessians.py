@@ -158,9 +158,7 @@ def _most_responsive(oracle: Oracle, x: np.ndarray, most: int) -> tuple[np.ndarr
     return ids[chosen], Others(*known)
 
 
-def _deltas_by_sample(
-    oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others
-) -> tuple[np.ndarray, np.ndarray]:
+def _deltas_by_sample(oracle: Oracle, x: np.ndarray, ids: np.ndarray, others: Others) -> tuple[np.ndarray, np.ndarray]:
     """‖∇²f_i - ∇²f‖ if ∇²f of all examples is costly. A sample of the examples gives the directions. The two clients
     that differ most, by the sample and by the response to a random vector, are then measured on all examples."""
     examples = int(
@@ -188,9 +186,7 @@ def _deltas_by_sample(
     return deltas, errors
 
 
-def _lowest_of_all(
-    oracle: Oracle, x: np.ndarray, steps: int, product: float, beta: float
-) -> tuple[float, float]:
+def _lowest_of_all(oracle: Oracle, x: np.ndarray, steps: int, product: float, beta: float) -> tuple[float, float]:
     """An upper bound on the lowest eigenvalue of ∇²f, and its error."""
     floor = 0.0 if x.size <= SMALL else 1e-3 * beta
 

@@ -22,7 +22,7 @@ from covary.running.plan import Layout, Plan
 from covary.runs import machine
 from covary.torch.examples import Cut, Examples, Rows, moved
 from covary.torch.graphs import Recorder
-from covary.torch.module import Network, uncompiled
+from covary.torch.module import Network, uncompiled, unwrapped
 from covary.torch.problem import Problem
 from covary.torch.together import Together
 from covary.torch.work import Slope, Worker
@@ -65,7 +65,7 @@ def choose_way(
     of the cohort at once, if these take the same steps and nothing in the module is random or has averaged buffers.
     """
     network, on_gpu = problem.network, problem.network.device.type == "cuda"
-    compiled = uncompiled(problem.module) is not problem.module
+    compiled = uncompiled(problem.module) is not problem.module or unwrapped(problem.loss) is not problem.loss
     seeds_steps = problem.draws or not isinstance(examples, Rows)
     worker = Worker(network.copied(), problem.loss, precision, microbatch, seeds_steps)
     if devices is not None and whole("devices", devices, 1) > 1 and on_gpu:
@@ -93,7 +93,7 @@ def choose_way(
 def operations(problem: Problem, examples: Examples, plan: Plan, layout: Layout) -> float:
     """Floating-point operations of one local step, those of products and convolutions alone."""
     counter = FlopCounterMode(display=False)
-    worker = Worker(Network(uncompiled(problem.module)), problem.loss)
+    worker = Worker(Network(uncompiled(problem.module)), unwrapped(problem.loss))
     i = int(np.argmax(layout.batch))
     cut = Cut(plan.local.batching, int(layout.batch[i]), int(layout.per_epoch[i]), 1)
     batch = next(iter(examples.batches(i, cut, Draw(0, 0, 0, i))))
@@ -157,7 +157,12 @@ class Crew:
     def _one(self, worker: Worker, exchange: Exchange, down: Any, client: Any, draw: Draw, measured: bool) -> Part:
         run, recorder = exchange, None
         if self.way.recorded and exchange.step is not None:
-            recorder = self._recorder(exchange, lambda batch: Slope(worker, lambda: [batch], None))
+            step = exchange.step
+
+            def on_batch(local: Any, down: Any, client: Any, batch: Any) -> Any:
+                return step(local, down, client, Slope(worker, lambda: [batch], None))
+
+            recorder = self._recorder(exchange, on_batch)
             run = replace(exchange, step=_replayed(recorder, worker))
         done = worker.work(
             run, down, client, self.examples, draw.client, self._cut(draw.client), draw, measured=measured
@@ -181,9 +186,11 @@ class Crew:
             some = draws[low : low + width]
             rows = trees.map(lambda rows, low=low: rows[low : low + width], clients)
             cut, ids = self._cut(some[0].client), [draw.client for draw in some]
-            done = together.work(exchange, down, rows, ids, cut, some, measured=measured)
-            up, new, drift = done
-            yield Part(up, new, drift if isinstance(drift, torch.Tensor) else torch.zeros(len(some)))
+            steps_by = self._recorder if self.way.recorded else None
+            up, new, drift = together.work(exchange, down, rows, ids, cut, some, measured=measured, steps_by=steps_by)
+            if steps_by is not None:  # what a replay has written is overwritten by the next one
+                up, new, drift = trees.map(lambda leaf: torch.as_tensor(leaf).clone(), (up, new, drift))
+            yield Part(up, new, drift if isinstance(drift, torch.Tensor) and drift.ndim else torch.zeros(len(some)))
 
     def map(self, work: Callable[[Worker, Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         """`work(worker, item)` for each item, in their order, on all workers."""
@@ -208,14 +215,11 @@ class Crew:
                     each.cancel()
                 wait(waiting)
 
-    def _recorder(self, exchange: Exchange, slope: Any) -> Recorder:
+    def _recorder(self, exchange: Exchange, step: Callable[[Any, Any, Any, Any], Any]) -> Recorder:
+        """The recorder of an exchange's steps; its first step is the one that is recorded."""
         if id(exchange) not in self.recorders:
-            step = exchange.step
-            assert step is not None
             self.kept.append(exchange)
-            self.recorders[id(exchange)] = Recorder(
-                lambda local, down, client, batch: step(local, down, client, slope(batch))
-            )
+            self.recorders[id(exchange)] = Recorder(step)
         return self.recorders[id(exchange)]
 
 

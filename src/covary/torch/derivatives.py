@@ -1,8 +1,8 @@
-"""The derivatives of a module's loss, by differentiating backwards twice, as `covary.running.derivatives` describes them.
+"""The derivatives of a module's loss, backwards and backwards again, as `covary.running.derivatives` describes them.
 
-The loss is that of evaluation mode, in which nothing is dropped out, except that BatchNorm normalises by its batch, as in
-local steps. A client's f_i is thus the same function at every call. What draws random numbers nevertheless draws the same
-ones at every call.
+The loss is measured in evaluation mode, in which nothing is dropped out, except that BatchNorm normalises by the batch,
+as in local steps. So f_i is the same function at every call. A module that draws random numbers even then, as a
+variational autoencoder does, draws the same ones at every call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covary.errors import InvalidInput, refused
 from covary.running.derivatives import Parts
 from covary.runs import machine
 from covary.torch.examples import Rows, moved, rows_in
-from covary.torch.module import Network
+from covary.torch.module import Network, unwrapped
 from covary.torch.problem import Problem
 from covary.torch.seeds import seeded
 from covary.torch.work import Loss
@@ -41,12 +41,11 @@ class TorchDerivatives:
     def __init__(self, problem: Problem, x0: Any, seed: int):
         if not isinstance(problem.examples, Rows):
             raise InvalidInput(
-                "The constants are measured on examples that stay the same, so diagnose needs them as tensors, but this "
-                "problem's are data sets or loaders, which may draw them anew. Pass the tensors of each client instead: "
-                "supervised(module, loss, [(x, y), ...])."
+                "The constants are measured on examples that stay the same, but those of data sets and loaders may be "
+                "drawn anew each time. Pass tensors, one tuple per client: supervised(module, loss, [(x, y), ...])."
             )
-        self.loss = problem.loss
-        self.network = Network(problem.network.copied().own)  # without torch.compile, which differentiates only once
+        self.loss = unwrapped(problem.loss)
+        self.network = Network(problem.network.copied().own)  # not compiled, because that differentiates only once
         narrow = [p.dtype for p in self.network.trained if p.dtype.itemsize < 4]
         if narrow:
             fix = "Its rounding hides curvatures. Measure the module in float32, and train in any precision."
@@ -56,7 +55,7 @@ class TorchDerivatives:
         if device.type != "cpu" and self.examples.nbytes <= machine.device_memory() / 4:
             self.examples = self.examples.to(device)
         few = problem.few_on_device()
-        self.kernels = self._kernels_for(few)
+        self._choose_kernels(few)
         self.divisible = self._is_mean(few)
         self._one_by_one = False  # whether gradients of single examples are computed apart
 
@@ -153,22 +152,22 @@ class TorchDerivatives:
         return total
 
     def _products_of(self, batch: Any, V: torch.Tensor) -> torch.Tensor:
-        trained, products = self.network.trained, torch.zeros_like(V)
-        slopes = torch.autograd.grad(self._value(batch), trained, create_graph=True, allow_unused=True)
-        curved = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
-        if not curved:  # a linear loss
+        slopes, products = self._curved(batch), torch.zeros_like(V)
+        if not slopes:
             return products
+        trained = self.network.trained
         for row, v in zip(products, V, strict=True):
-            parts = self.network.parts(v)
-            found = torch.autograd.grad(
-                [slopes[k] for k in curved],
-                trained,
-                [parts[k].to(trained[k].dtype) for k in curved],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            along = [part.to(slope.dtype) for part, slope in zip(self.network.parts(v), trained, strict=True)]
+            given = [along[k] for k in slopes]
+            found = torch.autograd.grad([*slopes.values()], trained, given, retain_graph=True, allow_unused=True)
             row.copy_(self.network.flat(found))
         return products
+
+    def _curved(self, batch: Any) -> dict[int, torch.Tensor]:
+        """The slopes of those parameters, by number, in which the loss is not linear."""
+        trained = self.network.trained
+        slopes = torch.autograd.grad(self._value(batch), trained, create_graph=True, allow_unused=True)
+        return {k: slope for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad}
 
     def _deviations(self, x: np.ndarray, rows: np.ndarray, centre: np.ndarray) -> np.ndarray:
         """‖∇l_j - centre‖² of these examples."""
@@ -195,32 +194,35 @@ class TorchDerivatives:
         batch = moved(self.examples.at(rows), self.network.device)
         return torch.vmap(deviation, chunk_size=at_once)(batch).cpu().numpy()
 
-    def _kernels_for(self, few: Any) -> Callable[[], Any]:
+    def _choose_kernels(self, few: Any) -> None:
         """The first kernels with which PyTorch differentiates the loss twice."""
-        v, reason = self.vectors(self.start)[None], None
+        reason = None
         for self.kernels in KERNELS:
             try:
                 with self._at(self.start):
-                    self._products_of(few, v)
+                    slopes = [*self._curved(few).values()]
+                    if slopes:  # `backward` goes to all ends, also those that have an error in place of a derivative
+                        torch.autograd.backward(slopes, [torch.ones_like(slope) for slope in slopes])
             except RuntimeError as error:
-                reason = error
+                reason = reason or error
             else:
-                return self.kernels
+                self.network.own.zero_grad()
+                return
         raise InvalidInput(
             "loss(module, batch) must be twice differentiable, because beta, mu and delta are curvatures, but PyTorch "
             f"cannot differentiate its gradient ({str(reason).splitlines()[0]}). Make functions of your own "
-            "differentiable (torch.autograd.Function), and leave out torch.compile inside the module."
+            "(torch.autograd.Function) differentiable, and leave out torch.compile inside the module."
         ) from reason
 
     def _is_mean(self, few: Any) -> bool:
-        """Whether the loss of a batch is the mean of its examples' own losses."""
-        draws = np.random.default_rng(0).normal(size=self.start.size)
+        """Whether the loss of a batch is the mean of its examples' own losses, near the start and farther away."""
+        draws, ones = np.random.default_rng(0).normal(size=self.start.size), np.arange(rows_in(few))
         for noise in NOISES:
             with self._at(self.start + noise * draws):
-                once = float(self._value(few))
+                once = self._value(few).item()
                 try:
-                    each = [float(self._value(trees.map(lambda leaf, j=j: leaf[j : j + 1], few))) for j in range(rows_in(few))]
-                except Exception:  # a loss of several examples, like one with BatchNorm
+                    each = [self._value(trees.map(lambda leaf, j=j: leaf[j : j + 1], few)).item() for j in ones]
+                except Exception:  # a loss that needs several examples, as with BatchNorm
                     return False
             if np.isfinite(once) and abs(once - np.mean(each)) > 1e-3 * max(abs(once), 1e-3 * np.abs(each).max()):
                 return False
@@ -267,12 +269,8 @@ class _WithLoss(torch.nn.Module):
 
 @contextlib.contextmanager
 def _without_fused_kernels() -> Iterator[None]:
-    """Without the fused kernels of attention and of recurrent layers."""
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        torch.backends.cudnn.flags(enabled=False),
-        torch.backends.mkldnn.flags(enabled=False),
-    ):
+    """Without the fused kernels of attention and, on a GPU, of recurrent layers."""
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ import torch
 from covary import trees
 from covary.torch.crew import Crew
 from covary.torch.examples import Rows, moved, rows_in
+from covary.torch.module import unwrapped
 from covary.torch.problem import Problem, averaged, evaluating
+from covary.torch.seeds import seeded
 from covary.torch.work import FEW_AT_ONCE, LARGE, Worker
 
 MANY_AT_ONCE = 4096
@@ -42,11 +45,11 @@ class Evaluation:
 
     def at(self, x: torch.Tensor, buffers: Any) -> dict[str, torch.Tensor]:
         """The loss and the metrics at x."""
-        problem, values = self.problem, {}
+        values, loss = dict[str, torch.Tensor](), unwrapped(self.problem.loss)
         if self.of_loss:
-            values |= self._mean(lambda module, batch: {"loss": problem.loss(module, batch)}, self.of_loss, x, buffers)
+            values |= self._mean(lambda module, batch: {"loss": loss(module, batch)}, self.of_loss, x, buffers)
         if self.of_metrics:
-            metrics = problem.metrics
+            metrics = self.problem.metrics
             assert metrics is not None
             values |= self._mean(lambda module, batch: averaged(metrics(module, batch)), self.of_metrics, x, buffers)
         return {name: values[name] for name in self.names}
@@ -66,12 +69,14 @@ class Evaluation:
             network.set(x)
             if buffers is not None:
                 network.set_buffers(buffers)
-            with evaluating(network):
+            # what is drawn is the same in every round, and a worker that draws is the only one
+            own = seeded(0, network.device) if worker.seeds_steps else contextlib.nullcontext()
+            with evaluating(network), own:
                 for piece in pieces:
                     sums, rows = dict[str, torch.Tensor](), 0
                     for batch in piece.batches():
                         there = moved(batch, network.device)
-                        for name, value in measure(network.module, there).items():
+                        for name, value in measure(network.own, there).items():
                             sums[name] = sums.get(name, 0.0) + torch.as_tensor(value).double() * rows_in(there)
                         rows += rows_in(there)
                     for name, value in sums.items():

@@ -56,8 +56,8 @@ class Picked:
 
     def everything(self, i: int, at_once: int) -> Iterator[Any]:
         size = int(self.sizes[i])
-        for low in range(0, size, at_once):
-            yield self.pick(i, np.arange(low, min(low + at_once, size)))
+        for positions in np.array_split(np.arange(size), -(-size // at_once)):  # BatchNorm cannot take a single one
+            yield self.pick(i, positions)
 
 
 class Rows(Picked):
@@ -137,6 +137,7 @@ class Loaders:
                 raise refused("loader", "at least one batch", "none in a pass", "Check the sampler.")
 
     def everything(self, i: int, at_once: int) -> Iterator[Any]:
+        reseed(self.each[i], int(torch.randint(2**62, ())))  # by the generator that the caller has seeded
         yield from self.each[i]
 
 
@@ -177,12 +178,12 @@ def examples_of(data: Any, dtype: torch.dtype) -> Examples:
         return _together([trees.map(lambda leaf: converted(leaf, dtype), each) for each in data])
     if all(_is_loader(each) for each in data):
         return Loaders(data)
-    if all(isinstance(each, Dataset) or (hasattr(each, "__getitem__") and hasattr(each, "__len__")) for each in data):
+    if all(_is_dataset(each) for each in data):
         if all(isinstance(each, Subset) and isinstance(each.dataset, TensorDataset) for each in data):
             return _together([tuple(t[list(each.indices)] for t in each.dataset.tensors) for each in data])
         return Items(data)
-    kinds = ", ".join(sorted({type(each).__name__ for each in data}))
-    raise refused("data", "the same for all clients: tensors, data sets, or loaders", kinds, fix)
+    kinds = ", ".join(sorted({_kind(each) for each in data}))
+    raise refused("data", "the same for all clients: tensors or arrays, data sets, or loaders", kinds, fix)
 
 
 def is_batch(data: Any) -> bool:
@@ -224,7 +225,7 @@ def rows_in(batch: Any) -> int:
     raise refused("data", "batches with tensors in tuples, lists or dicts", type(batch).__name__, "Use dict(batch).")
 
 
-def reject_non_finite(examples: Examples) -> None:
+def reject_non_finite(examples: Examples, parameter: str = "data") -> None:
     """Reject NaN and infinity in tensors, with their place."""
     if not isinstance(examples, Rows):
         return
@@ -232,8 +233,9 @@ def reject_non_finite(examples: Examples) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
             row = int((~leaf.reshape(len(leaf), -1).isfinite()).any(1).nonzero()[0])
             i = int(np.searchsorted(examples.offsets, row, side="right") - 1)
+            whose = f" of client {i}" if parameter == "data" else ""
             raise InvalidInput(
-                f"data{name} has NaN or infinity, first in example {row - examples.offsets[i]} of client {i}. Drop or "
+                f"{parameter}{name} has NaN or infinity, first in example {row - examples.offsets[i]}{whose}. Drop or "
                 "impute such values before training."
             )
 
@@ -263,6 +265,19 @@ def _is_loader(data: Any) -> bool:
     if isinstance(data, DataLoader):
         return True
     return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
+def _is_dataset(data: Any) -> bool:
+    if isinstance(data, Dataset):
+        return True
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | dict)
+
+
+def _kind(data: Any) -> str:
+    """What the data of a client is, say "tuple of Tensor, list"."""
+    name = type(data).__name__
+    inside = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
+    return f"{name} of {', '.join(type(each).__name__ for each in inside)}" if inside else name
 
 
 def _length(name: str, dataset: Any) -> int:

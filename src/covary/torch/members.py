@@ -52,20 +52,21 @@ class RunsInTurn(Members):
         return self._advanced(self.done + count)
 
     def _advanced(self, until: int) -> tuple[dict[str, Any], np.ndarray]:
-        """What the rounds after `self.done` measured, and the cohorts; NaN and -1 where a member had ended."""
+        """What the rounds after `self.done` measured, NaN where a member had ended, and the cohorts."""
         count, shape = until - self.done, (len(self.seeds), len(self.runs[0]))
         records: dict[str, np.ndarray] = {}
         cohorts = np.full((count, *shape, self.job.plan.cohort), -1)
         for at in np.ndindex(shape):
             run = self.runs[at[0]][at[1]]
+            before = run.history.rounds  # which begins anew when a sweep is resumed
             run.advance(until, interrupted=lambda: False)
             for name, column in run.history.columns().items():
-                rows = column[self.done : until]
+                rows = column[before:]
                 if name == "cohort":
                     cohorts[: len(rows), *at] = rows
                 elif name not in ("round", "bytes_up", "bytes_down"):
                     records.setdefault(name, np.full((count, *shape), np.nan))[: len(rows), *at] = rows
-        return records, cohorts[cohorts >= 0] if (cohorts < 0).any() else cohorts
+        return records, np.where(cohorts < 0, cohorts.max(), cohorts)  # of ended members: anyone of the others
 
     def control(self) -> Control:
         states = [[run.state.control for run in runs] for runs in self.runs]

@@ -89,7 +89,7 @@ class Network:
         """The averaged buffers by name, in NumPy: the module's, or those of a vector."""
         if vector is not None:
             self.set_buffers(torch.as_tensor(np.array(vector)))
-        return {name: buffer.detach().cpu().numpy().copy() for name, buffer in self._buffers.items()}
+        return {name: _array(buffer) for name, buffer in self._buffers.items()}
 
     def set_named_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():
@@ -107,13 +107,25 @@ class Network:
     def copied(self) -> Network:
         """A copy whose parameters and buffers are its own."""
         self.restore()
-        return Network(copy.deepcopy(self.module))
+        try:
+            return Network(copy.deepcopy(self.module))
+        except Exception as error:
+            fix = (
+                "Every core has its own copy. Layers of torch.nn.utils.weight_norm, for example, cannot be copied, and "
+                "those of torch.nn.utils.parametrizations.weight_norm can."
+            )
+            raise refused("module", "one that copy.deepcopy copies", f"{type(error).__name__}: {error}", fix) from error
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside the wrapper of `torch.compile`, whose names have no prefix."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def unwrapped(function: Any) -> Any:
+    """The function inside the wrapper of `torch.compile`."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def form_of_module(module: torch.nn.Module) -> str:
@@ -166,6 +178,9 @@ def _check_trained(named: dict[str, torch.nn.Parameter]) -> None:
         if isinstance(p, torch.nn.parameter.UninitializedParameter):
             fix = "Call the module once on a batch, so that its lazy layers know their sizes."
             raise refused("module", "one whose parameters have shapes", f"{name} without one", fix)
+        if p.is_meta:
+            fix = "Give it numbers: module.to_empty(device='cpu'), and initialise it."
+            raise refused("module", "one whose parameters have numbers", f"{name} on the meta device", fix)
         if not p.is_floating_point():
             raise refused(
                 "module", "trained in real numbers", f"{name} in {p.dtype}", "Freeze it: requires_grad_(False)."
@@ -176,6 +191,11 @@ def _check_trained(named: dict[str, torch.nn.Parameter]) -> None:
     if len(devices) > 1:
         came = ", ".join(sorted(devices))
         raise refused("module", "on one device", f"parameters on {came}", 'Use module.to("cuda"), for example.')
+
+
+def _array(buffer: torch.Tensor) -> np.ndarray:
+    """A copy in NumPy, which has no bfloat16."""
+    return buffer.detach().to("cpu", torch.promote_types(buffer.dtype, torch.float32)).numpy().copy()
 
 
 def _widest(types: list[torch.dtype]) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from covary import trees
 from covary.algorithm import Algorithm
@@ -62,6 +63,7 @@ def prepare(
     """Check a request against its problem, and lay out what a run needs."""
     algorithm = with_model(algorithm, problem)
     plan, layout, p = plan_rounds(training, algorithm, problem.examples.sizes, _local_work(problem, training))
+    _reject_batches_of_one(problem, plan, layout)
     visits = warm_start_cohorts(algorithm, plan, training)
     measured = measured_by(problem, training, measure_loss)
     starts = [problem.start(x0, seed)[0] for seed in seeds]
@@ -111,8 +113,27 @@ def _local_work(problem: Problem, training: Training) -> tuple[LocalPlan, Layout
         steps = layout.steps
     same = int(steps[0]) if (steps == steps[0]).all() else None
     batch = -(-examples.sizes // per_epoch)
-    plan = replace(plan, steps=same, max_steps=int(steps.max()), max_batch=int(batch.max()), ragged_batches=True)
+    plan = replace(
+        plan, batching="loader", steps=same, max_steps=int(steps.max()), max_batch=int(batch.max()), ragged_batches=True
+    )
     return plan, Layout(examples.sizes, batch, per_epoch, steps)
+
+
+def _reject_batches_of_one(problem: Problem, plan: Plan, layout: Layout) -> None:
+    """Reject batches of one example for BatchNorm, which cannot normalise them."""
+    norms = [part for part in problem.network.own.modules() if isinstance(part, _BatchNorm) and part.training]
+    if not norms or plan.local.batching == "loader":
+        return
+    smallest = layout.batch if plan.local.batching == "full" else layout.size // layout.per_epoch
+    if plan.local.batching == "rows":
+        rest = layout.size % layout.batch
+        smallest = np.where(rest > 0, rest, layout.batch)
+    i = int(np.argmin(smallest))
+    if smallest[i] == 1:
+        raise InvalidInput(
+            f"Client {i} has {layout.size[i]} examples, so one batch has one, which "
+            "BatchNorm cannot normalise. Choose another batch_size, or use GroupNorm or LayerNorm."
+        )
 
 
 def _near(rows: Rows, problem: Problem, device: torch.device) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +28,7 @@ from covary.torch.examples import (
     reject_non_finite,
     rows_in,
 )
-from covary.torch.module import Network, counters_that_count, loaded, uncompiled
+from covary.torch.module import Network, counters_that_count, loaded, uncompiled, unwrapped
 from covary.torch.seeds import seeded
 from covary.torch.work import Loss
 
@@ -76,8 +77,9 @@ class Problem:
         return replace(self, metrics=None, metric_names=(), means=frozenset())
 
     def few_on_device(self) -> Any:
-        """A few examples, on the module's device."""
-        return moved(_few(self.examples), self.network.device)
+        """A few examples, on the module's device: the same ones at every call."""
+        with seeded(0, self.network.device):
+            return moved(_few(self.examples), self.network.device)
 
     def start(self, x0: Any, seed: int) -> tuple[np.ndarray, None]:
         """The flat starting point, from `x0`, or from the module that the seed gives."""
@@ -88,6 +90,8 @@ class Problem:
         given = dict(uncompiled(x0).state_dict()) if isinstance(x0, torch.nn.Module) else x0
         if isinstance(given, Mapping):
             given = self._trained_part(given)
+        elif isinstance(given, torch.Tensor):  # such as torch.nn.utils.parameters_to_vector(module.parameters())
+            given = given.detach().to("cpu", network.dtype)
         try:
             flat = np.atleast_1d(np.asarray(given)).astype(x.dtype)
         except (TypeError, ValueError, RuntimeError):
@@ -171,15 +175,19 @@ def supervised(
     build = None if isinstance(module, torch.nn.Module) else module
     own = module if isinstance(module, torch.nn.Module) else built(module, 0)
     network = Network(own)
-    examples = examples_of(data, network.dtype)
-    reject_non_finite(examples)
-    few = _few(examples)
-    draws = _check_loss(network, loss, few, examples)
-    tested = None if test is None else _test_batch(test, network.dtype)
     names: tuple[str, ...] = ()
     means: frozenset[str] = frozenset()
-    if metrics is not None:
-        names, means = _check_metrics(network, metrics, few if tested is None else _first_rows(tested, 3))
+    with seeded(0, network.device), _any_kernels():
+        examples = examples_of(data, network.dtype)
+        reject_non_finite(examples)
+        tested = None if test is None else _test_batch(test, network.dtype)
+        few, trial, before = _few(examples), network.copied(), _generator_states(network.device)
+        _check_loss(trial, loss, few, examples)
+        if metrics is not None:
+            measured = examples if tested is None else Rows(tested, [rows_in(tested)])
+            _check_labels(trial, "metrics", metrics, _extreme(measured))
+            names, means = _check_metrics(trial, metrics, few if tested is None else _first_rows(tested, 3))
+        draws = _generator_states(network.device) != before
     return Problem(own, build, loss, examples, _in_numpy(data, examples), metrics, tested, names, means, draws)
 
 
@@ -196,12 +204,11 @@ def built(build: Callable[[], Any], seed: int) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def evaluating(network: Network) -> Iterator[torch.nn.Module]:
-    """The module in evaluation mode, without gradients."""
-    network.module.eval()
+    """The module in evaluation mode, without gradients. It is not compiled for the shapes that come only here."""
     network.own.eval()
     try:
         with torch.no_grad():
-            yield network.module
+            yield network.own
     finally:
         network.restore()
 
@@ -210,6 +217,18 @@ def averaged(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Metrics with the mean of those that have one number per example."""
     tensors = {name: torch.as_tensor(value) for name, value in values.items()}
     return {name: value.double().mean() if value.ndim else value for name, value in tensors.items()}
+
+
+def _any_kernels() -> contextlib.AbstractContextManager[Any]:
+    """cuDNN without its search for the fastest kernels, which takes seconds for shapes that come only once."""
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(
+        enabled=cudnn.enabled,
+        benchmark=False,
+        benchmark_limit=cudnn.benchmark_limit,
+        deterministic=cudnn.deterministic,
+        allow_tf32=cudnn.allow_tf32,
+    )
 
 
 def _reject_mistakes(module: Any, loss: Any, data: Any, metrics: Any) -> None:
@@ -254,63 +273,65 @@ def _extreme(examples: Examples) -> Any:
     return examples.at(np.array(sorted(set(rows)))) if rows else None
 
 
-def _check_loss(network: Network, loss: Loss, few: Any, examples: Examples) -> bool:
-    """Reject a loss that cannot be trained with. Returns whether it draws random numbers."""
-    with _unchanged(network):
-        _check_labels(network, loss, _extreme(examples))
-        # In training mode: what comes out, and what it changes on the way
-        counters = {name: b.clone() for name, b in counters_that_count(network.module).items()}
-        draws_of = _generator_states(network.device)
-        value = _called("loss", loss, network, few)
-        drawn = any(not torch.equal(a, b) for a, b in zip(draws_of, _generator_states(network.device), strict=True))
-        if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
-            came = f"shape {tuple(value.shape)}, {value.dtype}" if hasattr(value, "shape") else type(value).__name__
-            raise refused("loss(module, batch)", "one real number", came, "Return the mean over the batch.")
-        if not value.requires_grad:
-            fix = "Compute it from module(...), without no_grad, detach or .item()."
-            raise refused("loss(module, batch)", "a function of the module's parameters", "no gradient", fix)
-        if not bool(value.isfinite()):
-            raise InvalidInput(
-                f"loss(module, batch) is {float(value)} at the starting point. Check the scale of the data, the "
-                "initialisation, and the loss for divisions by zero and logarithms of zero."
-            )
-        found = network.gradient(value)
-        if not bool(found.isfinite().all()):
-            raise InvalidInput("The gradient of loss(module, batch) is not finite at the starting point.")
-        for name, before in counters.items():
-            if not torch.equal(dict(network.own.named_buffers())[name], before):
-                fix = "Only buffers of real numbers can be averaged over clients. Keep counters out of the module."
-                raise refused(f"buffer {name!r}", "one that training does not change", f"{before.dtype}", fix)
-        # In evaluation mode: a mean, not a sum
-        with evaluating(network):
-            once = float(_called("loss", loss, network, few))
-            twice = float(_called("loss", loss, network, _repeated(few)))
-        if abs(once - twice) > 1e-3 * max(abs(once), 1e-6):
-            raise InvalidInput(
-                "loss(module, batch) must be the mean over the batch, but repeating the same examples changes it from "
-                f"{once:.4g} to {twice:.4g}. Return a mean, not a sum (reduction='mean'), so that gradients on batches "
-                "and on all data have the same scale."
-            )
-    return drawn
+def _check_loss(network: Network, loss: Loss, few: Any, examples: Examples) -> None:
+    """Reject a loss that cannot be trained with. The network is a copy of the user's."""
+    _check_labels(network, "loss", loss, _extreme(examples))
+    # In training mode: what comes out, and what it changes on the way
+    counters = {name: b.clone() for name, b in counters_that_count(network.module).items()}
+    value = _called("loss", loss, network, few)
+    if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
+        came = f"shape {tuple(value.shape)}, {value.dtype}" if hasattr(value, "shape") else type(value).__name__
+        raise refused("loss(module, batch)", "one real number", came, "Return the mean over the batch.")
+    if not value.requires_grad:
+        fix = "Compute it from module(...), without no_grad, detach or .item()."
+        raise refused("loss(module, batch)", "a function of the module's parameters", "no gradient", fix)
+    if not bool(value.isfinite()):
+        raise InvalidInput(
+            f"loss(module, batch) is {float(value)} at the starting point. Check the scale of the data, the "
+            "initialisation, and the loss for divisions by zero and logarithms of zero."
+        )
+    found = torch.autograd.grad(value, network.trained, allow_unused=True)
+    if all(slope is None for slope in found):
+        fix = "Every worker has a copy of the module: use the function's argument, not a module from outside."
+        raise refused("loss(module, batch)", "computed with the module that it gets", "none of its parameters", fix)
+    if not bool(network.flat(found).isfinite().all()):
+        raise InvalidInput("The gradient of loss(module, batch) is not finite at the starting point.")
+    for name, before in counters.items():
+        if not torch.equal(dict(network.own.named_buffers())[name], before):
+            fix = "Only real numbers in the state_dict are averaged over clients. Keep counters out of the module."
+            raise refused(f"buffer {name!r}", "one that training does not change", f"{before.dtype}", fix)
+    # In evaluation mode: a mean, not a sum
+    with evaluating(network):
+        before = _generator_states(network.device)
+        once = float(_called("loss", loss, network, few))
+        noisy = _generator_states(network.device) != before  # as a variational autoencoder's is
+        twice = float(_called("loss", loss, network, _repeated(few)))
+    coarsest = max(torch.finfo(kind).eps for kind in {value.dtype, *(p.dtype for p in network.trained)})
+    if abs(once - twice) > (0.5 if noisy else max(1e-3, 4 * coarsest)) * max(abs(once), 1e-6):
+        raise InvalidInput(
+            "loss(module, batch) must be the mean over the batch, but repeating the same examples changes it from "
+            f"{once:.4g} to {twice:.4g}. Return a mean, not a sum (reduction='mean'), so that gradients on batches "
+            "and on all data have the same scale."
+        )
 
 
-def _check_labels(network: Network, loss: Loss, extreme: Any) -> None:
-    """Call the loss on the smallest and largest labels. A wrong one would end a GPU's program, so the CPU is asked."""
+def _check_labels(network: Network, name: str, function: Callable[..., Any], extreme: Any) -> None:
+    """Call a function on the smallest and largest labels. A wrong one would end a GPU's program, so the CPU is asked."""
     if extreme is None:
         return
     if network.device.type == "cpu":
         with evaluating(network):
-            _called("loss", loss, network, extreme)
+            _called(name, function, network, extreme)
         return
     own = Network(copy.deepcopy(network.own).cpu())
     with evaluating(own), contextlib.suppress(RuntimeError):  # the CPU may lack an operation of a GPU
-        _called("loss", loss, own, extreme)
+        _called(name, function, own, extreme)
 
 
 def _called(name: str, function: Callable[..., Any], network: Network, batch: Any) -> Any:
     """What a user's function returns. An error inside it gets a note with what it was called with."""
     try:
-        return function(network.module, moved(batch, network.device))
+        return unwrapped(function)(network.own, moved(batch, network.device))
     except Exception as error:
         shown = ", ".join(
             f"batch{path}: {leaf.dtype} of shape {tuple(leaf.shape)}"
@@ -323,13 +344,15 @@ def _called(name: str, function: Callable[..., Any], network: Network, batch: An
                 "The examples with the smallest and largest labels were among them: labels must lie between 0 and the "
                 "number of classes minus 1."
             )
+        elif "does not require grad" in str(error):
+            error.add_note("covary evaluates without gradients. If the loss takes one, use torch.enable_grad() there.")
         elif "dtype" in str(error) or "scalar type" in str(error):
             error.add_note(f"The module's parameters are {network.dtype}. Convert the data, or the module.")
         raise
 
 
 def _check_metrics(network: Network, metrics: Metrics, batch: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    with _unchanged(network), evaluating(network):
+    with evaluating(network):
         values = _called("metrics", metrics, network, batch)
     if not isinstance(values, Mapping) or not values or not all(isinstance(name, str) for name in values):
         fix = "Return {'accuracy': ...}, for example."
@@ -354,6 +377,7 @@ def _test_batch(test: Any, dtype: torch.dtype) -> Any:
         if len({len(leaf) if leaf.ndim else -1 for leaf in trees.leaves(batch)}) != 1 or not rows_in(batch):
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in trees.leaves(batch))
             raise refused("test", "tensors of one length", f"shapes {shapes}", "Each row is one example.")
+        reject_non_finite(Rows(batch, [rows_in(batch)]), "test")
         return batch
     if hasattr(test, "__len__") and hasattr(test, "__getitem__"):
         rows = examples_of([test], dtype)
@@ -394,18 +418,8 @@ def _repeated(batch: Any) -> Any:
     return trees.map(twice, batch)
 
 
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-@contextlib.contextmanager
-def _unchanged(network: Network) -> Iterator[None]:
-    """The module's buffers and the generators are afterwards as they were."""
-    before = network.buffers
-    with seeded(0, network.device):
-        try:
-            yield
-        finally:
-            network.set_buffers(before)
-            network.restore()
+def _generator_states(device: torch.device) -> tuple[Any, ...]:
+    """What changes when a module draws random numbers of PyTorch, Python or NumPy."""
+    _, words, *rest = np.random.get_state()
+    own = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return (random.getstate(), np.asarray(words).tobytes(), *rest, *(state.numpy().tobytes() for state in own))

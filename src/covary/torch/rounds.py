@@ -79,7 +79,14 @@ class Rounds(Simulation):
         due = warm or r % training.eval_every == 0 or r == self.rounds
         ids = job.visits[r - 1] if warm else cohort(training.seed, r, job.plan.n_clients, job.plan.cohort)
         exchanges = (self.algorithm.warm_start,) if warm else self.trips
-        done = self.one_round(exchanges, ids, r, due)
+        try:
+            done = self.one_round(exchanges, ids, r, due)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "The device is out of memory. Try microbatch=8, which divides batches; a smaller batch_size; width=1; "
+                'store="host", which keeps client states off the device; or precision="bfloat16".'
+            )
+            raise
 
         # What is kept
         after, finite = self.state, _finite(done.server)

@@ -16,12 +16,23 @@ from covary.running.members import Members
 from covary.running.simulation import Simulation
 from covary.torch.derivatives import TorchDerivatives
 from covary.torch.members import RunsInTurn
-from covary.torch.module import form_of_module, uncompiled
+from covary.torch.module import form_of_module, uncompiled, unwrapped
 from covary.torch.prepare import Job, prepare, reject_debugging
 from covary.torch.problem import Problem, evaluating
 from covary.torch.rounds import Rounds
 
-__all__ = ["about", "buffers", "debugged", "derivatives", "hosts", "members", "model", "params", "prepare", "simulation"]
+__all__ = [
+    "about",
+    "buffers",
+    "debugged",
+    "derivatives",
+    "hosts",
+    "members",
+    "model",
+    "params",
+    "prepare",
+    "simulation",
+]
 
 
 def simulation(job: Job, log: Log | None, owner: str | None = None) -> Simulation:
@@ -91,7 +102,7 @@ def _numbers_of(job: Job, algorithm: Algorithm) -> str:
 def _loss_of_few(job: Job) -> str:
     """The loss of a few examples, in four digits, which do not depend on the number of threads."""
     with evaluating(job.problem.network) as module:
-        value = job.problem.loss(module, job.problem.few_on_device())
+        value = unwrapped(job.problem.loss)(module, job.problem.few_on_device())
     return f"{float(value):.4g}"
 
 

@@ -41,11 +41,11 @@ class Together:
         draws: Sequence[Draw],
         *,
         measured: bool = True,
-        steps_by: Callable[[Step], Step] = lambda step: step,
+        steps_by: Callable[[Exchange, Step], Step] | None = None,
     ) -> tuple[Any, Any, Any]:
         """What these clients do in one exchange: uploads, new states and drifts, each with a leading axis.
 
-        `steps_by` says how steps are computed, if not by calling the function of a step.
+        `steps_by(exchange, step)` computes the steps of an exchange instead of the function `step`.
         """
         self.worker.network.restore()
         device = self.worker.network.device
@@ -72,7 +72,7 @@ class Together:
 
             return torch.vmap(of)(locals, clients, everything)
 
-        one_step = None if exchange.step is None else steps_by(step)
+        one_step = None if exchange.step is None else step if steps_by is None else steps_by(exchange, step)
         vmapped = replace(exchange, start=start, step=one_step, finish=finish)
         batches: Any = self._batches(offsets, cut, draws)
         return client_loop(vmapped, down, clients, _unused, batches, measured=measured)
