@@ -21,6 +21,15 @@ from covary.flower import audit, load_model
 SCRIPTS = {path.name: path for path in (ROOT / "examples").glob("*.py") if path.name != "deploy_demo.py"}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """PyTorch's threads wait for each other, which takes long where other tests use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def last(runs, name, metric):
     return runs[name].history[metric][-1]
 

@@ -229,6 +229,7 @@ def test_kernels_that_cannot_be_differentiated_twice_are_replaced(build):
     curved = gradients.responses(x, v, parts, one, 0 * x)[2]
     np.testing.assert_allclose(curved, (ahead - behind) / 2e-2, atol=2e-2 * np.abs(curved).max())
     assert np.isfinite([found.beta.value, found.delta.value]).all()
+    assert theory.gradient_noise(gradients).sigma(1).value > 0
 
 
 def test_gradients_of_single_examples_where_they_cannot_be_computed_together():

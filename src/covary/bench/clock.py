@@ -21,6 +21,10 @@ class Clock:
         """Seconds from the start to the end of the first round."""
         return self.ticks[0][0] - self.start
 
+    def fastest_round(self) -> float:
+        """Seconds of the fastest round, where every round is logged when it is done."""
+        return float(np.diff([time for time, _ in self.ticks]).min())
+
     def fastest(self) -> float:
         """Seconds per round of the fastest chunk, without the last one, which evaluates.
 

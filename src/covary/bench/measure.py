@@ -22,7 +22,7 @@ from covary.algorithms import scaffold
 from covary.bench import deploy as deployed
 from covary.bench import peers, torch_rivals
 from covary.bench.clock import Clock
-from covary.bench.deep import GPT_14M, GPT_14M_LOOPED, GPT_124M, RESNET, SMALL_RESNET, DeepWorkload
+from covary.bench.deep import GPT_14M, GPT_14M_LOOPED, GPT_124M, RESNET, RESNET_ON_CPU, SMALL_RESNET, DeepWorkload
 from covary.bench.workloads import CNN, W1, W2, Workload
 from covary.data.federated import FederatedData
 from covary.models import logistic_regression
@@ -89,20 +89,67 @@ def rounds(quick: bool, with_peers: bool, say: Say) -> list[dict[str, Any]]:
         if gpu:
             entries["covary, bfloat16"] = lambda w=workload, s=span: covary_round(w, s, precision="bfloat16")["seconds"]
         if importlib.util.find_spec("torch") is not None:
-            if not gpu:
-                entries["matrix products alone"] = lambda w=workload, n=repeats: torch_rivals.floor(w, n)
-            entries |= {
-                "PyTorch, batched clients": lambda w=workload, n=repeats: torch_rivals.batched_clients(w, n, device),
-                "PyTorch, client by client": lambda w=workload, n=repeats: torch_rivals.per_client_loop(w, n, device),
-            }
-        if with_peers and not gpu:
-            for name, (module, function) in peers.PEERS.items():
-                if importlib.util.find_spec(module) is not None:
-                    entries[name] = lambda f=function, w=workload, n=repeats: f(w, n)
+            entries |= _rivals(workload, repeats, device, with_peers)
         for name, work in entries.items():
             say(f"{workload.name}: {name}")
             records.append({"what": "round", "workload": workload.name, "who": name, **_attempt(work)})
     return records
+
+
+def _rivals(workload: Workload, repeats: int, device: str, with_peers: bool) -> dict[str, Callable[[], float]]:
+    """PyTorch loops and other simulators."""
+    entries: dict[str, Callable[[], float]] = {}
+    if device == "cpu":
+        entries["matrix products alone"] = lambda: torch_rivals.floor(workload, repeats)
+    entries |= {
+        "PyTorch, batched clients": lambda: torch_rivals.batched_clients(workload, repeats, device),
+        "PyTorch, client by client": lambda: torch_rivals.per_client_loop(workload, repeats, device),
+    }
+    if with_peers and device == "cpu":
+        for name, (module, function) in peers.PEERS.items():
+            if importlib.util.find_spec(module) is not None:
+                entries[name] = lambda f=function: f(workload, repeats)
+    return entries
+
+
+def torch(quick: bool, with_peers: bool, say: Say) -> Iterator[dict[str, Any]]:
+    """PyTorch modules in covary, against loops written by hand and other simulators on the same modules."""
+    from covary.bench.modules import module_round
+
+    gpu = jax.devices()[0].platform == "gpu"
+    device = "cuda" if gpu else "cpu"
+    for workload in (W1, W2):
+        if quick:
+            workload = replace(workload, n_clients=6, cohort=2, steps=2, size=390)
+        repeats = 1 if quick else 5
+        entries = {"covary, module": lambda w=workload: module_round(w, 3 if quick else 30, device)}
+        entries |= _rivals(workload, repeats, device, with_peers)
+        for name, work in entries.items():
+            say(f"{workload.name}: {name}")
+            yield {"what": "round", "workload": f"{workload.name}, a module", "who": name, **_attempt(work)}
+    tiny = replace(SMALL_RESNET, model=replace(SMALL_RESNET.model, widths=(4, 8)), n_clients=4, cohort=2, steps=2)
+    for workload in [RESNET, GPT_14M] if gpu else [tiny if quick else RESNET_ON_CPU]:
+        for row in _module_rows(workload, gpu, quick, say):
+            yield {"what": "deep", "workload": f"{workload.name}, a module", **row}
+
+
+def _module_rows(workload: DeepWorkload, gpu: bool, quick: bool, say: Say) -> Iterator[dict[str, Any]]:
+    """covary and loops written by hand, each in a new process with empty caches."""
+    rounds = 3 if quick else 5
+    codes = {"covary, module": f"module_deep_round({workload!r}, {rounds})"}
+    if gpu:
+        low = "precision='bfloat16'"
+        codes["covary, bfloat16"] = f"module_deep_round({workload!r}, {rounds}, {low})"
+        codes["covary, loss compiled, bfloat16"] = f"module_deep_round({workload!r}, {rounds}, True, {low})"
+        codes["covary, loss compiled"] = f"module_deep_round({workload!r}, {rounds}, True)"
+    for precision in (None, "bfloat16") if gpu else (None,):
+        for mode in ("eager", "compile", "graph") if gpu else ("eager",):
+            who = f"PyTorch, {mode}{', bfloat16' if precision else ''}"
+            codes[who] = f"time_loop({workload!r}, {mode!r}, {precision!r}, {rounds})"
+    for who, code in codes.items():
+        say(f"{workload.name}: {who}")
+        with tempfile.TemporaryDirectory() as caches:
+            yield {"who": who, **_in_new_process(code, caches)}
 
 
 def _attempt(work: Callable[[], float]) -> dict[str, Any]:
@@ -218,7 +265,7 @@ def _in_new_process(code: str, caches: str) -> dict[str, Any]:
     names = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {name: caches for name in names if name != "JAX_COMPILATION_CACHE_DIR"}
-    module = "deep_torch" if code.startswith("time_loop") else "measure"
+    module = {"time_loop": "deep_torch", "module_deep_round": "modules"}.get(code.split("(")[0], "measure")
     program = f"import json; from covary.bench.deep import *; from covary.bench.{module} import *"
     program += f"; print(json.dumps({code}))"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

@@ -32,7 +32,7 @@ def module_round(workload: Workload, rounds: int, device: str) -> float:
     problem = supervised(module_of(workload).to(device), _cross_entropy, data)
     clock = Clock()
     simulate(scaffold(eta_l=ETA_L), problem, rounds, eval_every=10**6, log=clock.tick, **_settings(workload))
-    return clock.fastest()
+    return clock.fastest_round()
 
 
 def module_deep_round(workload: DeepWorkload, rounds: int, compiled: bool = False, **how: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def module_deep_round(workload: DeepWorkload, rounds: int, compiled: bool = Fals
     problem = _deep_problem(workload, device, compiled)
     simulate(scaffold(eta_l=ETA_L), problem, rounds, eval_every=10**6, log=clock.tick, **_settings(workload), **how)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return {"first": clock.first(), "seconds": clock.fastest(), "peak": peak}
+    return {"first": clock.first(), "seconds": clock.fastest_round(), "peak": peak}
 
 
 def _settings(workload: Workload | DeepWorkload) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from covary.cli.terminal import Terminal
 from covary.errors import refused
 from covary.runs.folder import RunFolder
 
-PARTS = ("rounds", "sweep", "cnn", "deep", "first", "growth", "deploy")
+PARTS = ("rounds", "sweep", "cnn", "torch", "deep", "first", "growth", "deploy")
 
 
 def bench(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="Any of rounds, sweep, cnn, deep, first, growth, deploy. \\[default: rounds sweep]"),
+        typer.Argument(help="Any of rounds, sweep, cnn, torch, deep, first, growth, deploy. \\[default: rounds sweep]"),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny sizes: checks that it runs; the times mean nothing.")
@@ -31,7 +31,7 @@ def bench(
 ) -> None:
     """Time the paper's round in covary, in PyTorch and in other installed simulators, side by side.
 
-    PARTS are any of rounds, sweep, cnn, deep, first, growth and deploy.
+    PARTS are any of rounds, sweep, cnn, torch, deep, first, growth and deploy.
     Only ratios within one run are meaningful. The comparison needs PyTorch (pip install torch).
 
     Example: covary bench rounds sweep
@@ -53,7 +53,7 @@ def bench(
             def say(text: str) -> None:
                 progress.update(what=text)
 
-            extra = {"with_peers": peers} if part == "rounds" else {}
+            extra = {"with_peers": peers} if part in ("rounds", "torch") else {}
             for record in getattr(measure, part)(quick=quick, say=say, **extra):
                 folder.append(record)
                 records.append(record)

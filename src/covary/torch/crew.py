@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from covary.running.plan import Layout, Plan
 from covary.runs import machine
 from covary.torch.examples import Cut, Examples, Rows, moved
 from covary.torch.graphs import Recorder
-from covary.torch.module import Network, uncompiled, unwrapped
+from covary.torch.module import Network, any_kernels, uncompiled, unwrapped
 from covary.torch.problem import Problem
 from covary.torch.together import Together
 from covary.torch.work import Slope, Worker
@@ -97,7 +98,7 @@ def operations(problem: Problem, examples: Examples, plan: Plan, layout: Layout)
     i = int(np.argmax(layout.batch))
     cut = Cut(plan.local.batching, int(layout.batch[i]), int(layout.per_epoch[i]), 1)
     batch = next(iter(examples.batches(i, cut, Draw(0, 0, 0, i))))
-    with counter:
+    with any_kernels(), counter:
         worker.gradient([batch])
     return float(counter.get_total_flops())
 
@@ -128,7 +129,8 @@ class Crew:
 
     def __init__(self, way: Way, examples: Examples, plan: Plan, layout: Layout):
         self.way, self.examples, self.plan, self.layout = way, examples, plan, layout
-        self.recorders: dict[int, Recorder] = {}  # by the exchange's identity: a run has the same ones all along
+        # by the number of clients and the exchange's identity: a run has the same exchanges all along
+        self.recorders: dict[tuple[int, int], Recorder] = {}
         self.kept: list[Exchange] = []  # so that no other exchange gets the identity of one of these
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in way.workers:
@@ -162,7 +164,7 @@ class Crew:
             def on_batch(local: Any, down: Any, client: Any, batch: Any) -> Any:
                 return step(local, down, client, Slope(worker, lambda: [batch], None))
 
-            recorder = self._recorder(exchange, on_batch)
+            recorder = self._recorder(1, exchange, on_batch)
             run = replace(exchange, step=_replayed(recorder, worker))
         done = worker.work(
             run, down, client, self.examples, draw.client, self._cut(draw.client), draw, measured=measured
@@ -186,7 +188,7 @@ class Crew:
             some = draws[low : low + width]
             rows = trees.map(lambda rows, low=low: rows[low : low + width], clients)
             cut, ids = self._cut(some[0].client), [draw.client for draw in some]
-            steps_by = self._recorder if self.way.recorded else None
+            steps_by = partial(self._recorder, len(some)) if self.way.recorded else None
             up, new, drift = together.work(exchange, down, rows, ids, cut, some, measured=measured, steps_by=steps_by)
             if steps_by is not None:  # what a replay has written is overwritten by the next one
                 up, new, drift = trees.map(lambda leaf: torch.as_tensor(leaf).clone(), (up, new, drift))
@@ -215,12 +217,12 @@ class Crew:
                     each.cancel()
                 wait(waiting)
 
-    def _recorder(self, exchange: Exchange, step: Callable[[Any, Any, Any, Any], Any]) -> Recorder:
-        """The recorder of an exchange's steps; its first step is the one that is recorded."""
-        if id(exchange) not in self.recorders:
+    def _recorder(self, clients: int, exchange: Exchange, step: Callable[[Any, Any, Any, Any], Any]) -> Recorder:
+        """The recorder of an exchange's steps, of so many clients at once; its first step is the one it records."""
+        if (clients, id(exchange)) not in self.recorders:
             self.kept.append(exchange)
-            self.recorders[id(exchange)] = Recorder(step)
-        return self.recorders[id(exchange)]
+            self.recorders[clients, id(exchange)] = Recorder(step)
+        return self.recorders[clients, id(exchange)]
 
 
 def _replayed(recorder: Recorder, worker: Worker) -> Any:

@@ -8,6 +8,7 @@ variational autoencoder does, draws the same ones at every call.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,7 +193,9 @@ class TorchDerivatives:
 
         at_once = max(1, TOGETHER // len(y))
         batch = moved(self.examples.at(rows), self.network.device)
-        return torch.vmap(deviation, chunk_size=at_once)(batch).cpu().numpy()
+        with warnings.catch_warnings():  # where PyTorch warns of a slow way, one by one is no slower
+            warnings.filterwarnings("error", "There is a performance drop")
+            return torch.vmap(deviation, chunk_size=at_once)(batch).cpu().numpy()
 
     def _choose_kernels(self, few: Any) -> None:
         """The first kernels with which PyTorch differentiates the loss twice."""

@@ -201,6 +201,7 @@ def converted(leaf: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     array = np.ascontiguousarray(leaf)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind not in "biuf":
         raise refused("data", "numbers", f"dtype {array.dtype}", "Encode text and dates as numbers.")
     if array.dtype.kind in "iu" and array.dtype != np.uint8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Mapping
@@ -107,6 +108,10 @@ class Network:
     def copied(self) -> Network:
         """A copy whose parameters and buffers are its own."""
         self.restore()
+        for name, p in self.own.named_parameters():
+            if p._backward_hooks:  # a copy would go without it
+                fix = "Change the gradient in the loss or in forward instead, by a mask with detach() for example."
+                raise refused("module", "one without hooks on its parameters", f"a hook on {name}", fix)
         try:
             return Network(copy.deepcopy(self.module))
         except Exception as error:
@@ -126,6 +131,18 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 def unwrapped(function: Any) -> Any:
     """The function inside the wrapper of `torch.compile`."""
     return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def any_kernels() -> contextlib.AbstractContextManager[Any]:
+    """cuDNN without its search for the fastest kernels, which takes seconds for shapes that come only once."""
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(
+        enabled=cudnn.enabled,
+        benchmark=False,
+        benchmark_limit=cudnn.benchmark_limit,
+        deterministic=cudnn.deterministic,
+        allow_tf32=cudnn.allow_tf32,
+    )
 
 
 def form_of_module(module: torch.nn.Module) -> str:

@@ -28,7 +28,7 @@ from covary.torch.examples import (
     reject_non_finite,
     rows_in,
 )
-from covary.torch.module import Network, counters_that_count, loaded, uncompiled, unwrapped
+from covary.torch.module import Network, any_kernels, counters_that_count, loaded, uncompiled, unwrapped
 from covary.torch.seeds import seeded
 from covary.torch.work import Loss
 
@@ -177,7 +177,7 @@ def supervised(
     network = Network(own)
     names: tuple[str, ...] = ()
     means: frozenset[str] = frozenset()
-    with seeded(0, network.device), _any_kernels():
+    with seeded(0, network.device), any_kernels():
         examples = examples_of(data, network.dtype)
         reject_non_finite(examples)
         tested = None if test is None else _test_batch(test, network.dtype)
@@ -217,18 +217,6 @@ def averaged(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Metrics with the mean of those that have one number per example."""
     tensors = {name: torch.as_tensor(value) for name, value in values.items()}
     return {name: value.double().mean() if value.ndim else value for name, value in tensors.items()}
-
-
-def _any_kernels() -> contextlib.AbstractContextManager[Any]:
-    """cuDNN without its search for the fastest kernels, which takes seconds for shapes that come only once."""
-    cudnn = torch.backends.cudnn
-    return cudnn.flags(
-        enabled=cudnn.enabled,
-        benchmark=False,
-        benchmark_limit=cudnn.benchmark_limit,
-        deterministic=cudnn.deterministic,
-        allow_tf32=cudnn.allow_tf32,
-    )
 
 
 def _reject_mistakes(module: Any, loss: Any, data: Any, metrics: Any) -> None:
@@ -287,7 +275,7 @@ def _check_loss(network: Network, loss: Loss, few: Any, examples: Examples) -> N
         raise refused("loss(module, batch)", "a function of the module's parameters", "no gradient", fix)
     if not bool(value.isfinite()):
         raise InvalidInput(
-            f"loss(module, batch) is {float(value)} at the starting point. Check the scale of the data, the "
+            f"loss(module, batch) is {value.item()} at the starting point. Check the scale of the data, the "
             "initialisation, and the loss for divisions by zero and logarithms of zero."
         )
     found = torch.autograd.grad(value, network.trained, allow_unused=True)
@@ -316,7 +304,7 @@ def _check_loss(network: Network, loss: Loss, few: Any, examples: Examples) -> N
 
 
 def _check_labels(network: Network, name: str, function: Callable[..., Any], extreme: Any) -> None:
-    """Call a function on the smallest and largest labels. A wrong one would end a GPU's program, so the CPU is asked."""
+    """Call a function on the smallest and largest labels, on the CPU: a wrong one would end a GPU's program."""
     if extreme is None:
         return
     if network.device.type == "cpu":

@@ -13,7 +13,7 @@ from covary.algorithm import Exchange
 from covary.client import Guard, client_loop
 from covary.draws import Draw
 from covary.torch.examples import Cut, Examples, moved, rows_in
-from covary.torch.module import Network
+from covary.torch.module import Network, unwrapped
 from covary.torch.seeds import seed_of, seeded
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -42,6 +42,7 @@ class Worker:
     ):
         self.network, self.loss, self.precision, self.microbatch = network, loss, precision, microbatch
         self.seeds_steps = seeds_steps
+        self._plain, self._rows = unwrapped(loss), None  # the rows of a whole batch, where other batches are rare
 
     def work(
         self,
@@ -58,6 +59,7 @@ class Worker:
     ) -> tuple[Any, Any, Any]:
         """What client i does in one exchange: its upload, its new state and its drift."""
         self.network.restore()
+        self._rows = cut.batch if cut.rule == "rows" else None
         at_once = passes_at_once(self.network, cut)
         full = Slope(self, lambda: examples.everything(i, at_once), self.seed(draw, 0))
         with seeded(seed_of(draw), self.network.device) if self.seeds_steps else contextlib.nullcontext():
@@ -72,12 +74,18 @@ class Worker:
         return seed_of(draw, k) if self.seeds_steps else None
 
     def value(self, batch: Any) -> torch.Tensor:
-        """The loss of a batch, as local steps compute it."""
+        """The loss of a batch, as local steps compute it.
+
+        What `torch.compile` has wrapped is compiled for whole batches. The last one of an epoch, if it is smaller, and
+        passes over all data would take a compilation each.
+        """
+        loss, module = self.loss, self.network.module
+        if self._rows is not None and rows_in(batch) != self._rows:
+            loss, module = self._plain, self.network.own
         if self.precision is None:
-            return self.loss(self.network.module, batch)
-        kind = self.network.device.type
-        with torch.autocast(kind, getattr(torch, self.precision), cache_enabled=False):
-            return self.loss(self.network.module, batch)
+            return loss(module, batch)
+        with torch.autocast(self.network.device.type, getattr(torch, self.precision), cache_enabled=False):
+            return loss(module, batch)
 
     def gradient(self, batches: Iterable[Any]) -> torch.Tensor:
         """The gradient of the mean loss over all these batches together."""
