@@ -39,7 +39,7 @@ def main():
     run = cv.simulate(cv.scaffold(eta_l=0.05), problem, **settings)
     again = cv.simulate(cv.scaffold(eta_l=0.05), problem, **settings)
     same = all(torch.equal(value, again.params[name]) for name, value in run.params.items())
-    print(f"Test accuracy {run.history['accuracy'][-1]:.3f} after {run.rounds} rounds; a second run is the same: {same}")
+    print(f"Test accuracy {run.history['accuracy'][-1]:.3f} after {run.rounds} rounds, twice the same: {same}")
     print("Averaged, and in no control variate:", ", ".join(run.buffers))
     return {"scaffold": run, "again": again}
 

@@ -35,8 +35,11 @@ ALGORITHM = cv.scaffold(eta_l=0.1)
 
 def network():
     torch.manual_seed(0)  # all nodes build the same frozen weights
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=128, initializer_range=0.1, use_cache=False, **small))
+    small = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        initializer_range=0.1, use_cache=False,
+    )  # fmt: skip
+    base = LlamaForCausalLM(small)
     layers = ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]
     return get_peft_model(base, LoraConfig(r=4, lora_alpha=16, target_modules=layers))
 

@@ -1,14 +1,18 @@
-"""The one table that every algorithm must pass."""
+"""The one table that every algorithm must pass, on all three runtimes: JAX, PyTorch and plain Python."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import optimum, random_quadratics, small_logistic
+import torch
+from helpers import optimum, plain_server, quadratic_gradients, random_quadratics, small_logistic
+from torch_problems import problem as torch_logistic
 
 import covary as cv
+import covary.torch as cvt
 from covary import algorithms
 from covary.client import client_loop, client_work
+from covary.draws import cohort
 
 A, b = random_quadratics(N=6, d=4, G=2.0)
 K = 5
@@ -22,6 +26,7 @@ def drifted(eta_l, mu=0.0):
 
 
 # algorithm, and the point it must converge to on heterogeneous quadratics
+ROUNDS_TO_LIMIT = {"sgd": 400}
 TABLE = [
     (cv.sgd(0.3), optimum(A, b)),
     (cv.fedavg(0.1), drifted(0.1)),
@@ -34,6 +39,42 @@ TABLE = [
     (cv.mime(0.1), optimum(A, b)),
 ]
 ALGORITHMS = pytest.mark.parametrize("algorithm", [row[0] for row in TABLE], ids=str)
+
+
+# The runtimes, on the same quadratics
+
+ORIGIN = np.zeros(4)
+
+
+class Point(torch.nn.Module):
+    def __init__(self, start, dtype=torch.float64):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.tensor(start, dtype=dtype))
+
+    def quadratic(self, batch):
+        A, b = batch
+        return 0.5 * torch.einsum("i,nij,j->n", self.x, A, self.x).mean() + (b @ self.x).mean()
+
+
+def in_jax(algorithm, rounds, S=None, steps=K, x0=ORIGIN):
+    run = cv.simulate(algorithm, cv.quadratics(A, b), rounds, S, steps, x0=x0)
+    return run.server, run.clients, run.history["cohort"]
+
+
+def in_pytorch(algorithm, rounds, S=None, steps=K, x0=ORIGIN):
+    clients = [(torch.tensor(A[i : i + 1]), torch.tensor(b[i : i + 1])) for i in range(len(A))]
+    problem = cvt.supervised(Point(np.ones(4)), Point.quadratic, clients)
+    run = cv.simulate(algorithm, problem, rounds, S, steps, x0=x0, eval_every=rounds)
+    return run.server, run.clients, run.history["cohort"]
+
+
+def in_plain_python(algorithm, rounds, S=None, steps=K, x0=ORIGIN):
+    cohorts = np.array([cohort(0, r, len(A), S or len(A)) for r in range(1, rounds + 1)])
+    server, states = plain_server(algorithm, quadratic_gradients(A, b), x0, cohorts, steps, equal=True)
+    return server, type(states[0])(*map(np.stack, zip(*states, strict=True))), cohorts
+
+
+RUNTIMES = pytest.mark.parametrize("runtime", [in_jax, in_pytorch, in_plain_python])
 
 
 def test_every_algorithm_is_in_the_table():
@@ -56,12 +97,24 @@ def test_the_defaults_are_as_documented():
     assert cv.scaffold(0.3).recipe == cv.scaffold(0.3, option="II").recipe
 
 
+@RUNTIMES
 @pytest.mark.parametrize(("algorithm", "limit"), TABLE, ids=[str(row[0]) for row in TABLE])
-def test_converges_to_where_theory_says(algorithm, limit):
-    run = cv.simulate(algorithm, cv.quadratics(A, b), rounds=600, local_steps=K)
-    np.testing.assert_allclose(run.x, limit, atol=1e-8)
+def test_converges_to_where_theory_says(algorithm, limit, runtime):
+    x = runtime(algorithm, ROUNDS_TO_LIMIT.get(algorithm.name, 200))[0].x
+    np.testing.assert_allclose(x, limit, atol=1e-8)
     if limit is not TABLE[0][1] and algorithm.name in ("fedavg", "fedprox"):
-        assert np.linalg.norm(run.x - optimum(A, b)) > 1e-2
+        assert np.linalg.norm(x - optimum(A, b)) > 1e-2
+
+
+@ALGORITHMS
+def test_all_runtimes_give_the_same_numbers(algorithm):
+    call = {"rounds": 8, "S": None if algorithm.lockstep else 3, "steps": 3, "x0": np.arange(4.0)}
+    expected = in_plain_python(algorithm, **call)
+    for runtime in (in_jax, in_pytorch):
+        for found, own in zip(runtime(algorithm, **call), expected, strict=True):
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), tuple(found), tuple(own)
+            )
 
 
 @ALGORITHMS
@@ -76,10 +129,28 @@ def test_works_at_the_edges_with_odd_pytrees_and_keeps_their_dtype(algorithm):
     one_client = cv.supervised(Odd(), cv.FederatedData(np.float32([3.0, 5.0]), [2]))
     run = cv.simulate(algorithm, one_client, rounds=3, clients_per_round=1, local_steps=1)
     assert jax.tree.map(np.shape, run.params) == {"scalar": (), "rows": [(2, 3), (1,)]}
-    for leaf in jax.tree.leaves((run.params, run.server, run.clients)):
+    works_in_float32(run)
+
+
+def works_in_float32(run):
+    for leaf in jax.tree.leaves((run.server, run.clients)):
         assert leaf.dtype == np.float32
         assert np.isfinite(leaf).all()
     assert run.history["loss"][-1] < run.history["loss"][0]
+
+
+@ALGORITHMS
+def test_works_at_the_edges_with_odd_modules_and_keeps_their_dtype(algorithm):
+    shapes = {"scalar": (), "rows": (2, 3), "nothing": (0,)}
+    module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
+
+    def loss(module, batch):
+        return sum(((module[name] - batch.mean()) ** 2).mean() for name in ("scalar", "rows"))
+
+    one_client = cvt.supervised(module, loss, [torch.tensor([3.0, 5.0])])
+    run = cv.simulate(algorithm, one_client, rounds=3, clients_per_round=1, local_steps=1)
+    assert {name: tuple(value.shape) for name, value in run.params.items()} == shapes
+    works_in_float32(run)
 
 
 @ALGORITHMS
@@ -90,8 +161,9 @@ def test_a_model_of_one_parameter(algorithm):
 
 
 @ALGORITHMS
-def test_same_seed_same_bits_and_another_step_size_needs_no_compilation(algorithm, compilations):
-    problem = small_logistic([5, 7, 6])
+@pytest.mark.parametrize("make", [lambda: small_logistic([5, 7, 6]), lambda: torch_logistic(sizes=[5, 7, 6])])
+def test_same_seed_same_bits_and_another_step_size_needs_no_compilation(algorithm, make, compilations):
+    problem = make()
 
     def run(algorithm, seed):
         return cv.simulate(

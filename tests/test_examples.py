@@ -1,6 +1,7 @@
 """Every script of examples/ runs, shows what it says, and is short enough to read."""
 
 import functools
+import json
 import runpy
 
 import jax
@@ -111,6 +112,8 @@ def test_the_adapters_deployed_from_the_same_file_are_those_simulated(tmp_path):
     for name, value in run.params.items():
         torch.testing.assert_close(deployed[name], value, rtol=0, atol=1e-6)
     assert run.x.size == sum(value.numel() for name, value in built.items() if ".lora_" in name)
+    last_round = json.loads((tmp_path / "server" / "results.jsonl").read_text().splitlines()[-1])
+    assert run.history["bytes_up"][-1] <= last_round["bytes_up"] < 1.05 * run.history["bytes_up"][-1]
     assert audit(tmp_path / "server", sorted(tmp_path.glob("state*"))).holds
 
 

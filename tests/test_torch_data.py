@@ -1,5 +1,6 @@
 """Data for PyTorch modules in every form, and what is rejected before the first round."""
 
+import itertools
 import random
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ def split_off(data):
     """The clients as subsets of one data set."""
     x, y = (torch.cat(leaves) for leaves in zip(*data, strict=True))
     whole, starts = TensorDataset(x, y), np.cumsum([0, *(len(part[0]) for part in data)])
-    return [Subset(whole, range(low, high)) for low, high in zip(starts, starts[1:], strict=False)]
+    return [Subset(whole, range(low, high)) for low, high in itertools.pairwise(starts)]
 
 
 FORMS = {
@@ -133,8 +134,8 @@ def test_data_read_from_a_folder_gives_the_same_numbers(tmp_path):
     np.testing.assert_allclose(found.x, expected.x, rtol=0, atol=1e-12)
     np.testing.assert_allclose(found.history["loss"][-1], expected.history["loss"][-1], rtol=1e-12)
     assert (tmp_path / "data").is_dir()
+    ours = cvt.supervised(linear(), cross_entropy, streamed(tmp_path / "again"))
     with pytest.raises(InvalidInput, match="streamed from its folder"):
-        ours = cvt.supervised(linear(), cross_entropy, streamed(tmp_path / "again"))
         cv.sweep(cv.sgd, ours, {"eta_l": [0.1]}, rounds=1)
 
 
@@ -162,9 +163,12 @@ def augmented():
 
 
 def shuffled(generator=False):
-    """Loaders with 3 to 7 batches of 4; the last one is smaller."""
+    """Loaders with batches of 3, of which the last is smaller."""
     torchs = [torch.Generator().manual_seed(7) if generator else None for _ in UNEVEN]
-    return [DataLoader(TensorDataset(*p), 3, shuffle=True, generator=g) for p, g in zip(tensors(UNEVEN), torchs, strict=True)]
+    return [
+        DataLoader(TensorDataset(*p), 3, shuffle=True, generator=g)
+        for p, g in zip(tensors(UNEVEN), torchs, strict=True)
+    ]
 
 
 def shuffled_by_their_own():
@@ -350,7 +354,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("parameter", "value", "text"), [(name, *case) for name, cases in BAD.items() for case in cases])
+@pytest.mark.parametrize(
+    ("parameter", "value", "text"), [(name, *case) for name, cases in BAD.items() for case in cases]
+)
 def test_a_wrong_value_is_rejected(parameter, value, text):
     given = {"module": linear(), "loss": cross_entropy, "data": tensors(), "metrics": hits} | {parameter: value}
     with pytest.raises(InvalidInput) as error:
@@ -359,7 +365,7 @@ def test_a_wrong_value_is_rejected(parameter, value, text):
 
 
 def test_weight_norm_of_old_is_rejected_and_the_new_one_is_named():
-    with pytest.raises(InvalidInput, match="parametrizations.weight_norm can"):
+    with pytest.raises(InvalidInput, match=r"parametrizations\.weight_norm can"):
         problem(old_weight_norm())
 
 
@@ -385,7 +391,9 @@ def test_an_error_in_a_users_function_gets_a_note(given, kind, note):
 
 def slope_penalty(module, batch):
     value = cross_entropy(module, batch)
-    return value + 0.01 * sum((g**2).sum() for g in torch.autograd.grad(value, list(module.parameters()), create_graph=True))
+    return value + 0.01 * sum(
+        (g**2).sum() for g in torch.autograd.grad(value, list(module.parameters()), create_graph=True)
+    )
 
 
 def test_a_loss_may_take_gradients_itself():
@@ -465,7 +473,9 @@ def test_equal_clients_are_not_mixed_up():
     """Every client's examples are its own, in every form: the gradients of single clients tell them apart."""
     for form in ("FederatedData", "data sets", "subsets"):
         ours = cvt.supervised(linear(), cross_entropy, FORMS[form](tensors(UNEVEN)))
-        found = cv.simulate(cv.scaffold(0.1), ours, len(UNEVEN) + 1, clients_per_round=1, warm_start=True, local_steps=1)
+        found = cv.simulate(
+            cv.scaffold(0.1), ours, len(UNEVEN) + 1, clients_per_round=1, warm_start=True, local_steps=1
+        )
         i = int(found.history["cohort"][-1, 0])
         for at, part in enumerate(tensors(UNEVEN)):
             module = linear()

@@ -113,13 +113,17 @@ class Network:
                 fix = "Change the gradient in the loss or in forward instead, by a mask with detach() for example."
                 raise refused("module", "one without hooks on its parameters", f"a hook on {name}", fix)
         try:
-            return Network(copy.deepcopy(self.module))
+            module = copy.deepcopy(self.module)
         except Exception as error:
             fix = (
                 "Every core has its own copy. Layers of torch.nn.utils.weight_norm, for example, cannot be copied, and "
                 "those of torch.nn.utils.parametrizations.weight_norm can."
             )
             raise refused("module", "one that copy.deepcopy copies", f"{type(error).__name__}: {error}", fix) from error
+        for part in module.modules():
+            if isinstance(part, torch.nn.RNNBase):  # cuDNN wants their weights in one piece, which a copy is not
+                part.flatten_parameters()
+        return Network(module)
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
