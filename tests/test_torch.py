@@ -115,7 +115,6 @@ CASES = [
     ("scaffold", mlp, UNEVEN, {"local_epochs": 2, "batch_size": 0.4, "weights": "examples", "average": 0.1}),
     ("scaffold", mlp, UNEVEN, {"local_epochs": 1, "batch_size": 3, "warm_start": True, "average": "uniform"}),
     ("scaffold", cnn, EVEN, SMALL_BATCHES),
-    ("fedavg", cnn, UNEVEN, {"local_steps": 2}),
     ("vrl_sgd", mlp, UNEVEN, {"local_steps": 2, "weights": "examples"}),
 ]
 
@@ -159,13 +158,16 @@ def loaders(sizes=EVEN):
         (both, "mime", EVEN),
         (dropout, "dane", UNEVEN),
         (batch_norm, "scaffold-I", (8, 12, 10, 20, 6, 4)),
+        (batch_norm, "scaffold by examples", (8, 12, 10, 20, 6, 4)),
         (dropout, "scaffold with loaders", EVEN),
         (linear, "mime with loaders", EVEN),
     ],
 )
 def test_a_deployed_run_is_the_simulated_one(build, name, sizes, tmp_path):
-    name, loaded = name.removesuffix(" with loaders"), name.endswith("loaders")
+    name, _, how = name.partition(" ")
+    loaded = how == "with loaders"
     algorithm, work = ALGORITHMS[name], {"local_epochs": 2} if loaded else SMALL_BATCHES
+    work = {**work, "weights": "examples" if how == "by examples" else "uniform"}
     data = loaders(sizes) if loaded else tensors(sizes)
     apps = {
         i: (

@@ -279,8 +279,8 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("build", [linear, dropout])
-def test_memory_does_not_grow_over_1000_rounds(build):
+@pytest.mark.parametrize(("build", "way"), [(linear, {}), (linear, {"width": 1}), (dropout, {})])
+def test_memory_does_not_grow_over_1000_rounds(build, way):
     seen, objects = [], []
 
     def log(r, values):
@@ -289,7 +289,7 @@ def test_memory_does_not_grow_over_1000_rounds(build):
             seen.append(resident())
             objects.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
 
-    run(problem(build()), rounds=1000, clients_per_round=1, eval_every=50, log=log, width=1, local_steps=1)
+    run(problem(build()), rounds=1000, clients_per_round=2, local_steps=1, eval_every=50, log=log, **way)
     assert seen[1] - seen[0] < 8 * 2**20
     assert objects[1] <= objects[0]
 
