@@ -204,17 +204,16 @@ def test_a_loader_gives_its_own_batches_again_and_again_until_the_steps_are_done
     loaders = [DataLoader(TensorDataset(*part), 3) for part in tensors(sizes)]
     ours = cvt.supervised(linear(), loss, loaders)
 
-    def steps(**work):
+    def steps(count, **work):
         seen.clear()
         found = cv.simulate(cv.fedavg(0.1), ours, 1, **work, eval_every=1)
-        evaluated = [3, 3, 1, 3]
-        assert seen[-4:] == evaluated
-        return found, seen[:-4]
+        return found, seen[-count - 4 :]  # at the end, the loss of all data is measured
 
-    assert steps()[1] == [3, 3, 1, 3]
-    assert steps(local_epochs=2)[1] == [3, 3, 1] * 2 + [3] * 2
-    assert steps(local_steps=4)[1] == [3, 3, 1, 3] + [3] * 4
-    evaluated = steps(weights="examples")[0]
+    once = [3, 3, 1, 3]
+    assert steps(4)[1] == once + once
+    assert steps(8, local_epochs=2)[1] == [3, 3, 1] * 2 + [3] * 2 + once
+    assert steps(8, local_steps=4)[1] == [3, 3, 1, 3] + [3] * 4 + once
+    evaluated = steps(4, weights="examples")[0]
     x, y = (torch.cat(leaves) for leaves in zip(*tensors(sizes), strict=True))
     assert evaluated.history["loss"][0] == pytest.approx(cross_entropy(evaluated.model(), (x, y)).item())
 

@@ -395,11 +395,13 @@ def test_trackers_and_reports_take_the_runs_of_modules(tmp_path):
 
 
 @pytest.mark.parametrize("way", [{}, {"width": 1}])
-def test_a_diverging_run_ends_with_its_last_good_state(way):
+@pytest.mark.parametrize("eta_l", [1e80, 1e160])  # the second one has a finite model with an infinite loss
+def test_a_diverging_run_ends_with_its_last_good_state(eta_l, way):
     with pytest.warns(DivergenceWarning, match="diverged in round"):
-        found = run(problem(loss=lambda m, b: (m(b[0]) ** 2).mean()), cv.scaffold(1e80), rounds=30, **way)
+        found = run(problem(loss=lambda m, b: (m(b[0]) ** 2).mean()), cv.scaffold(eta_l), rounds=30, **way)
     assert found.diverged == found.rounds + 1 <= 30
     assert np.isfinite(found.x).all()
+    assert np.isfinite(found.history["loss"]).all()
     assert np.isfinite(found.clients.c_i).all()
     good = replace(found, diverged=None)
     assert all(torch.isfinite(value).all() for value in good.params.values())

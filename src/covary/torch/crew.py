@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -18,18 +19,20 @@ from covary import trees
 from covary.algorithm import Exchange
 from covary.checks import whole
 from covary.draws import Draw
-from covary.errors import refused
+from covary.errors import EagerWarning, refused
 from covary.running.plan import Layout, Plan
 from covary.runs import machine
 from covary.torch.examples import Cut, Examples, Rows, moved
 from covary.torch.graphs import Recorder
 from covary.torch.module import Network, any_kernels, uncompiled, unwrapped
 from covary.torch.problem import Problem
+from covary.torch.seeds import seeded
 from covary.torch.together import Together
 from covary.torch.work import Slope, Worker
 
 # Below these numbers of floating-point operations, the overhead of a call dominates a local step.
 SMALL_STEP, SMALL_ON_GPU = 2e6, 2e9
+LARGE_STEP = 1e8  # on a CPU, what keeps all cores busy
 
 
 class Way(NamedTuple):
@@ -72,34 +75,41 @@ def choose_way(
     if devices is not None and whole("devices", devices, 1) > 1 and on_gpu:
         fix = "A cohort of a PyTorch module runs on the GPU that the module is on."
         raise refused("devices", "1 for a module on a GPU", devices, fix)
-    if width is not None:
-        whole("width", width, 1)
-    other = compiled or seeds_steps or problem.data.streamed or microbatch is not None
-    obstacle = _obstacle(problem, examples, plan, worker, other)
-    if width is not None and width > 1 and obstacle:
-        raise refused("width", f"1 here, because {obstacle}", width, "Leave it out.")
-    if plan.cohort > 1 and not obstacle and width != 1:
-        flops = operations(problem, examples, plan, layout)
-        convolves = any(isinstance(part, torch.nn.modules.conv._ConvNd) for part in network.own.modules())
-        small = flops < (SMALL_ON_GPU if on_gpu and not convolves else SMALL_STEP)
-        if width is not None or small:
-            return Way((worker,), torch.get_num_threads(), min(width or plan.cohort, plan.cohort), on_gpu)
+    asked = None if width is None else min(whole("width", width, 1), plan.cohort)
+    flops = operations(problem, examples, plan, layout)
+    convolves = any(isinstance(part, torch.nn.modules.conv._ConvNd) for part in network.own.modules())
+    small = flops < (SMALL_ON_GPU if on_gpu and not convolves else SMALL_STEP)
+    if plan.cohort > 1 and (small if asked is None else asked > 1):
+        other = compiled or seeds_steps or problem.data.streamed or microbatch is not None
+        obstacle = _obstacle(problem, examples, plan, worker, other)
+        if obstacle and asked is not None:
+            raise refused("width", f"1 here, because {obstacle}", width, "Leave it out.")
+        if not obstacle:
+            together = asked or plan.cohort
+            return Way((worker,), _threads(flops * together), together, on_gpu)
+    if on_gpu and problem.draws:
+        reason = "it draws random numbers, as dropout does"
+        warnings.warn(EagerWarning(f"The module's steps are not recorded as CUDA graphs: {reason}."), stacklevel=4)
     if on_gpu or compiled or seeds_steps:
-        return Way((worker,), torch.get_num_threads(), 1, on_gpu)
+        return Way((worker,), _threads(flops), 1, on_gpu and not problem.draws)
     most = min(machine.cores() if devices is None else devices, plan.cohort)
     others = [Worker(network.copied(), problem.loss, precision, microbatch, seeds_steps) for _ in range(most - 1)]
-    return Way((worker, *others), max(1, machine.cores() // most), 1, False)
+    return Way((worker, *others), max(1, _threads(flops) // most), 1, False)
+
+
+def _threads(flops: float) -> int:
+    """Of PyTorch in one worker. For small steps one: several would wait for each other longer than they compute."""
+    return torch.get_num_threads() if flops >= LARGE_STEP else 1
 
 
 def operations(problem: Problem, examples: Examples, plan: Plan, layout: Layout) -> float:
     """Floating-point operations of one local step, those of products and convolutions alone."""
-    counter = FlopCounterMode(display=False)
-    worker = Worker(Network(uncompiled(problem.module)), unwrapped(problem.loss))
-    i = int(np.argmax(layout.batch))
+    counter, i = FlopCounterMode(display=False), int(np.argmax(layout.batch))
     cut = Cut(plan.local.batching, int(layout.batch[i]), int(layout.per_epoch[i]), 1)
-    batch = next(iter(examples.batches(i, cut, Draw(0, 0, 0, i))))
-    with any_kernels(), counter:
-        worker.gradient([batch])
+    network = problem.network.copied()
+    with seeded(0, network.device), any_kernels(), counter:
+        batch = next(iter(examples.batches(i, cut, Draw(0, 0, 0, i))))
+        Worker(Network(network.own), unwrapped(problem.loss)).gradient([batch])
     return float(counter.get_total_flops())
 
 
@@ -118,7 +128,8 @@ def _obstacle(problem: Problem, examples: Examples, plan: Plan, worker: Worker, 
         together = Together(worker, examples)
         x = worker.network.x
         pairs = trees.map(lambda leaf: torch.stack([leaf, leaf]), moved(few, worker.network.device))
-        torch.vmap(lambda y, batch: together.slope(lambda: batch)(y))(torch.stack([x, x]), pairs)
+        with any_kernels():
+            torch.vmap(lambda y, batch: together.slope(lambda: batch)(y))(torch.stack([x, x]), pairs)
     except Exception as error:  # whatever the module does that vmap cannot follow
         return f"torch.vmap cannot follow the module or its loss ({str(error).strip().splitlines()[0]})"
     return ""

@@ -146,7 +146,7 @@ def positions_of_steps(size: int, cut: Cut, draw: Draw) -> Iterator[np.ndarray]:
 
     >>> cut, draw = Cut("rows", batch=2, per_epoch=2, steps=2), Draw(seed=0, round=1, exchange=1, client=0)
     >>> [positions.tolist() for positions in positions_of_steps(3, cut, draw)]
-    [[1, 0], [2]]
+    [[2, 0], [1]]
     """
     order = np.arange(size)
     for k in range(cut.steps):

@@ -72,19 +72,26 @@ class Recorder:
             _copy(local, self.step(local, down, client, batch))
 
         before = trees.map(torch.clone, self.held[0])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # libraries choose their kernels, and compiled modules are compiled
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # libraries choose their kernels, and compiled modules are compiled
+                    replace()
+            torch.cuda.current_stream().wait_stream(stream)
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
                 replace()
-        torch.cuda.current_stream().wait_stream(stream)
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            replace()
-        _copy(self.held[0], before)
-        return graph
+            return graph
+        except RuntimeError:
+            # a capture that failed leaves its generator waiting for the end of the capture
+            own = torch.cuda.default_generators[torch.cuda.current_device()]
+            own.graphsafe_set_state(own.clone_state())
+            raise
+        finally:
+            _copy(self.held[0], before)
 
 
 def _copy(into: Any, tree: Any) -> None:
