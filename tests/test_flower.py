@@ -33,8 +33,8 @@ from covary.flower import (
 )
 from covary.flower.exchange import checked
 from covary.flower.messages import FAILURES, failure
-from covary.torch.examples import Loaders
 from covary.flower.wire import facts_of, pack
+from covary.torch.examples import Loaders
 
 N, D = 4, 5
 MODEL = cv.models.logistic_regression(D, 3)

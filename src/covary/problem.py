@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -275,6 +276,10 @@ def supervised(
     >>> problem.n_clients
     20
     """
+    torch = sys.modules.get("torch")  # which is there if the model is one of its modules
+    if torch is not None and isinstance(model, torch.nn.Module):
+        fix = "Use covary.torch.supervised(module, loss, data)."
+        raise refused("model", "a model in JAX", f"{type(model).__name__}, a torch.nn.Module", fix)
     if not isinstance(data, FederatedData):
         raise refused(
             "data", "a FederatedData", type(data).__name__, "Use covary.partition or FederatedData.from_clients."

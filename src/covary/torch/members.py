@@ -16,6 +16,7 @@ from covary.running.job import grouped
 from covary.running.members import Members
 from covary.running.state import Accounts, Control, State
 from covary.runs import machine
+from covary.torch.crew import Crew
 from covary.torch.prepare import Job
 from covary.torch.rounds import Rounds, shapes_of
 
@@ -38,11 +39,14 @@ class RunsInTurn(Members):
         super().__init__(job, algorithms, seeds, race, grouped(len(algorithms), fit), log, shapes_of)
 
     def begin(self, chosen: list[Algorithm]) -> None:
-        self.runs = [[self._run(algorithm, s) for algorithm in chosen] for s in range(len(self.seeds))]
+        job = self.job
+        crew = Crew(job.way, job.examples, job.plan, job.layout)
+        self.runs = [[self._run(crew, algorithm, s) for algorithm in chosen] for s in range(len(self.seeds))]
 
-    def _run(self, algorithm: Algorithm, s: int) -> Rounds:
+    def _run(self, crew: Crew, algorithm: Algorithm, s: int) -> Rounds:
         training = replace(self.job.training, seed=self.seeds[s])
-        return Rounds(self.job._replace(algorithm=algorithm, training=training, starts=[self.job.starts[s]]), None)
+        own = self.job._replace(algorithm=algorithm, training=training, starts=[self.job.starts[s]])
+        return Rounds(own, None, crew=crew)
 
     def visit(self, r: int, cohort: np.ndarray) -> dict[str, Any]:
         records, _ = self._advanced(r)

@@ -42,7 +42,7 @@ class Rounds(Simulation):
 
     job: Job
 
-    def __init__(self, job: Job, log: Log | None, owner: str | None = None):
+    def __init__(self, job: Job, log: Log | None, owner: str | None = None, crew: Crew | None = None):
         super().__init__(job, log, shapes_of)
         x, N = job.starts[0], job.plan.n_clients
         self.device, self.dtype = job.problem.network.device, job.problem.network.dtype
@@ -53,7 +53,7 @@ class Rounds(Simulation):
             self.store = HostStore(row, N)
         else:
             self.store = DiskStore(row, N, None if job.store == "disk" else Path(job.store), owner)
-        self.crew = Crew(job.way, job.examples, job.plan, job.layout)
+        self.crew = Crew(job.way, job.examples, job.plan, job.layout) if crew is None else crew
         self.evaluation = Evaluation(job.problem, self.crew, job.p, job.names)
         self.trips = self.algorithm.trips(job.plan.steps_on_wire)  # the same objects in every round
         start = self._vector(x)

@@ -20,6 +20,7 @@ from covary.torch.module import form_of_module, uncompiled, unwrapped
 from covary.torch.prepare import Job, prepare, reject_debugging
 from covary.torch.problem import Problem, evaluating
 from covary.torch.rounds import Rounds
+from covary.torch.seeds import seeded
 
 __all__ = [
     "about",
@@ -101,8 +102,9 @@ def _numbers_of(job: Job, algorithm: Algorithm) -> str:
 
 def _loss_of_few(job: Job) -> str:
     """The loss of a few examples, in four digits, which do not depend on the number of threads."""
-    with evaluating(job.problem.network) as module:
-        value = unwrapped(job.problem.loss)(module, job.problem.few_on_device())
+    problem = job.problem
+    with evaluating(problem.network) as module, seeded(0, problem.network.device):
+        value = unwrapped(problem.loss)(module, problem.few_on_device())
     return f"{float(value):.4g}"
 
 

@@ -48,7 +48,7 @@ class Together:
         `steps_by(exchange, step)` computes the steps of an exchange instead of the function `step`.
         """
         self.worker.network.restore()
-        device = self.worker.network.device
+        device, dtype = self.worker.network.device, self.worker.network.dtype
         offsets = torch.from_numpy(self.rows.offsets[list(ids)]).to(device)
         everything = offsets[:, None] + torch.arange(int(self.rows.sizes[ids[0]]), device=device)
 
@@ -68,7 +68,8 @@ class Together:
         def finish(locals: Any, down: Any, clients: Any, _: Any, K: Any) -> Any:
             def of(local: Any, client: Any, own: Any) -> Any:
                 done = exchange.finish(local, down, client, self.slope(lambda: self._at(own)), K)
-                return trees.map(torch.as_tensor, done)  # a field may be a plain number
+                # a field may be a plain number
+                return trees.map(lambda leaf: torch.as_tensor(leaf, dtype=dtype, device=device), done)
 
             return torch.vmap(of)(locals, clients, everything)
 

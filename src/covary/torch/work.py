@@ -14,7 +14,7 @@ from covary.client import Guard, client_loop
 from covary.draws import Draw
 from covary.torch.examples import Cut, Examples, moved, rows_in
 from covary.torch.module import Network, unwrapped
-from covary.torch.seeds import seed_of, seeded
+from covary.torch.seeds import seed_of, seed_pytorch, seeded
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 LARGE = 2_000_000  # parameters above which a pass over all examples takes few at a time
@@ -133,7 +133,7 @@ class Slope:
         if self.old is not None:
             network.set_buffers(self.old)
         if self.seed is not None:
-            torch.manual_seed(self.seed)
+            seed_pytorch(self.seed, network.device)
         slope = self.worker.gradient(self.batches())
         if self.buffers is self.old and self.old is not None:
             self.buffers = network.buffers
