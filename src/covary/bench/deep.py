@@ -198,7 +198,7 @@ class DeepWorkload:
 
 
 RESNET = DeepWorkload("ResNet-18", ResNet())
-RESNET_ON_CPU = DeepWorkload("ResNet-18, few steps", ResNet(), n_clients=4, cohort=2, steps=2, batch=16, size=32)
+RESNET_ON_CPU = DeepWorkload("ResNet-18, 10 steps", ResNet(), n_clients=4, cohort=2, steps=10, batch=16, size=32)
 GPT_14M = DeepWorkload("GPT, 14 M", GPT(), batch=32, size=200)
 GPT_14M_LOOPED = DeepWorkload("GPT, 14 M, looped layers", GPT(looped=True), batch=32, size=200)
 GPT_124M = DeepWorkload(

@@ -33,6 +33,7 @@ from covary.torch.work import Slope, Worker
 # Below these numbers of floating-point operations, the overhead of a call dominates a local step.
 SMALL_STEP, SMALL_ON_GPU = 2e6, 2e9
 LARGE_STEP = 1e8  # on a CPU, what keeps all cores busy
+HUGE_STEP = 5e9  # on a CPU, what all cores share as well as a cohort, in less memory
 
 
 class Way(NamedTuple):
@@ -90,7 +91,7 @@ def choose_way(
     if on_gpu and problem.draws:
         reason = "it draws random numbers, as dropout does"
         warnings.warn(EagerWarning(f"The module's steps are not recorded as CUDA graphs: {reason}."), stacklevel=4)
-    if on_gpu or compiled or seeds_steps:
+    if on_gpu or compiled or seeds_steps or flops >= HUGE_STEP:
         return Way((worker,), _threads(flops), 1, on_gpu and not problem.draws)
     most = min(machine.cores() if devices is None else devices, plan.cohort)
     others = [Worker(network.copied(), problem.loss, precision, microbatch, seeds_steps) for _ in range(most - 1)]

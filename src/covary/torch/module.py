@@ -13,6 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from covary.errors import refused
+from covary.torch.parts import Parts
 
 
 class Network:
@@ -45,8 +46,12 @@ class Network:
         """The trained parameters, in float32 or wider."""
         return torch.cat([p.detach().reshape(-1) for p in self.trained]).to(self.dtype)
 
-    def set(self, y: torch.Tensor) -> None:
+    def set(self, y: torch.Tensor | Parts) -> None:
         """Give the trained parameters these values."""
+        if isinstance(y, Parts):
+            with torch.no_grad():
+                torch._foreach_copy_(self.trained, y.tensors)  # pyright: ignore[reportPrivateImportUsage]
+            return
         if y.shape != (sum(self.sizes),):
             allowed, came = f"a vector of {sum(self.sizes)} numbers", f"shape {tuple(y.shape)}"
             raise refused("x", allowed, came, "Use the same module.")
@@ -62,15 +67,18 @@ class Network:
         names = (name for name, p in self.own.named_parameters() if p.requires_grad)
         return {name: part.to(p.dtype) for name, part, p in zip(names, self.parts(y), self.trained, strict=True)}
 
-    def gradient(self, value: torch.Tensor) -> torch.Tensor:
+    def gradient(self, value: torch.Tensor, in_parts: bool = False) -> Any:
         """The gradient of a loss by the trained parameters, as a vector; 0 where the loss does not depend on one."""
         found = torch.autograd.grad(value, self.trained, allow_unused=True)
-        return self.flat(found)
+        return Parts([g.to(self.dtype) for g in self._dense(found)]) if in_parts else self.flat(found)
 
     def flat(self, found: Any) -> torch.Tensor:
         """One tensor per trained parameter, or None for zeros, as a vector."""
-        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, found, strict=True)]
-        return torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in whole]).to(self.dtype)
+        return torch.cat([g.reshape(-1) for g in self._dense(found)]).to(self.dtype)
+
+    def _dense(self, found: Any) -> list[torch.Tensor]:
+        every = [torch.zeros_like(p) if g is None else g for p, g in zip(self.trained, found, strict=True)]
+        return [g.to_dense() if g.is_sparse else g for g in every]
 
     @property
     def buffers(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from covary.client import Guard, client_loop
 from covary.draws import Draw
 from covary.torch.examples import Cut, Examples, moved, rows_in
 from covary.torch.module import Network, unwrapped
+from covary.torch.parts import Parts, apart, whole, works_on_parts
 from covary.torch.seeds import seed_of, seed_pytorch, seeded
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -67,7 +68,18 @@ class Worker:
                 Slope(self, lambda batch=batch: [batch], self.seed(draw, k))
                 for k, batch in enumerate(examples.batches(i, cut, draw), start=1)
             )  # lazily: without a step, no batch is drawn
-            return client_loop(exchange, down, client, full, slopes, guard, measured=measured)
+            if not self._in_parts(exchange, down, client, guard):
+                return client_loop(exchange, down, client, full, slopes, guard, measured=measured)
+            down, client = apart((down, client), sum(self.network.sizes), self.network.parts)
+            return whole(client_loop(exchange, down, client, full, slopes, measured=measured))
+
+    def _in_parts(self, exchange: Exchange, down: Any, client: Any, guard: Guard | None) -> bool:
+        """Whether to work on vectors in parts: where they are long, on a CPU, and all that sees them allows it."""
+        network = self.network
+        long = network.device.type == "cpu" and sum(network.sizes) > LARGE
+        if not long or guard is not None or len(network.buffers) == sum(network.sizes):
+            return False
+        return works_on_parts(exchange, down, client)
 
     def seed(self, draw: Draw, k: int) -> int | None:
         """What step k = 1, 2, ... is seeded with; 0 is that of gradients over all examples."""
@@ -87,12 +99,12 @@ class Worker:
         with torch.autocast(self.network.device.type, getattr(torch, self.precision), cache_enabled=False):
             return loss(module, batch)
 
-    def gradient(self, batches: Iterable[Any]) -> torch.Tensor:
+    def gradient(self, batches: Iterable[Any], in_parts: bool = False) -> Any:
         """The gradient of the mean loss over all these batches together."""
         total, rows = None, 0
         for batch in batches:
             for part in self._parts(moved(batch, self.network.device)):
-                slope, count = self.network.gradient(self.value(part)), rows_in(part)
+                slope, count = self.network.gradient(self.value(part), in_parts), rows_in(part)
                 if total is None and rows == 0:
                     total, rows = slope, count
                     continue
@@ -127,14 +139,14 @@ class Slope:
     def at(self, buffers: Any) -> Slope:
         return Slope(self.worker, self.batches, self.seed, buffers)
 
-    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+    def __call__(self, y: Any) -> Any:
         network = self.worker.network
         network.set(y)
         if self.old is not None:
             network.set_buffers(self.old)
         if self.seed is not None:
             seed_pytorch(self.seed, network.device)
-        slope = self.worker.gradient(self.batches())
+        slope = self.worker.gradient(self.batches(), isinstance(y, Parts))
         if self.buffers is self.old and self.old is not None:
             self.buffers = network.buffers
         return slope
