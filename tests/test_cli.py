@@ -145,7 +145,7 @@ def test_bench_deep_works(tmp_path):
 def test_bench_rejects_unknown_parts(tmp_path):
     done = covary("bench", "speed", cwd=tmp_path)
     assert done.returncode == 2
-    assert "PARTS must be any of rounds, sweep, cnn, deep, first, growth" in done.stderr
+    assert "PARTS must be any of rounds, sweep, cnn, torch, deep, first, growth" in done.stderr
 
 
 def test_help_and_reports_load_no_jax(tmp_path):
