@@ -5,6 +5,7 @@ covary cuts tensors and data sets into batches, in the order that every runtime 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -40,15 +41,15 @@ class Examples(Protocol):
     def everything(self, i: int, at_once: int) -> Iterator[Any]: ...  # all examples of client i, so many at a time
 
 
-class Picked:
+class Picked(ABC):
     """Examples that covary cuts into batches."""
 
     loaders = False
     sizes: np.ndarray
 
+    @abstractmethod
     def pick(self, i: int, positions: np.ndarray) -> Any:
         """Some examples of client i as a batch."""
-        raise NotImplementedError
 
     def batches(self, i: int, cut: Cut, draw: Draw) -> Iterator[Any]:
         for positions in positions_of_steps(int(self.sizes[i]), cut, draw):

@@ -86,7 +86,7 @@ def works_on_parts(exchange: Exchange, down: Any, client: Any) -> bool:
     states = trees.map(lambda leaf: Parts(few) if _shape(leaf) == tuple(x.shape) else leaf, (down, client))
     try:
         dry_work(exchange, *states)
-    except (TypeError, AttributeError, RuntimeError, NotImplementedError):
+    except (TypeError, AttributeError, RuntimeError):
         return False
     return True
 
