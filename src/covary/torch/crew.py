@@ -91,7 +91,7 @@ def choose_way(
     if on_gpu and problem.draws:
         reason = "it draws random numbers, as dropout does"
         warnings.warn(EagerWarning(f"The module's steps are not recorded as CUDA graphs: {reason}."), stacklevel=4)
-    if on_gpu or compiled or seeds_steps or flops >= HUGE_STEP:
+    if on_gpu or compiled or seeds_steps or (devices is None and flops >= HUGE_STEP):
         return Way((worker,), _threads(flops), 1, on_gpu and not problem.draws)
     most = min(machine.cores() if devices is None else devices, plan.cohort)
     others = [Worker(network.copied(), problem.loss, precision, microbatch, seeds_steps) for _ in range(most - 1)]

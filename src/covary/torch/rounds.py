@@ -125,7 +125,7 @@ class Rounds(Simulation):
                 at += count
             rows = trees.map(lambda *parts: torch.cat(parts), *new)
             aggregated = exchange.aggregate(server, mean, fraction)
-            server = type(server)(*(now.to(was.dtype) for now, was in zip(aggregated, server, strict=True)))
+            server = type(server)(*(field.to(was.dtype) for field, was in zip(aggregated, server, strict=True)))
         return Round(server, rows, old, drift)
 
     def _accounts(self, done: Round, warm: bool) -> Accounts:
